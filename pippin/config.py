@@ -1,0 +1,140 @@
+"""The one frozen configuration tree, and the only reader of ``os.environ``.
+
+Flags, ``--config FILE`` (YAML) and the Python API all end in a ``Config``; unknown keys are errors.
+Names and defaults are vLLM's where vLLM has them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pippin.errors import ConfigError
+
+BackendName = Literal["auto", "mlx", "torch"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Policy = Literal["fcfs", "priority"]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ModelConfig(_Section):
+    model: str = "demo"
+    """``demo``, a local directory, a GGUF file, or a hub id (``org/name``, ``org/name@revision``)."""
+    served_model_name: tuple[str, ...] = ()
+    """Names the API answers to; default: ``model`` as it was given."""
+    tokenizer: str | None = None
+    revision: str | None = None
+    backend: BackendName = "auto"
+    device: str = "auto"
+    """``auto``, ``cpu``, ``cuda``, ``cuda:1`` or ``mps``."""
+    dtype: DType = "auto"
+    quantization: str | None = None
+    """None keeps the checkpoint's own; ``none`` dequantises at load; ``4bit``/``8bit`` quantise."""
+    max_model_len: int | None = None
+    """None: the model's own length, fitted to the memory that is free."""
+    seed: int = 0
+    """Base of the seeds given to unseeded requests is random; this one seeds weights' dummies."""
+
+
+class CacheConfig(_Section):
+    block_size: int = 16
+    """Tokens in a KV block."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the accelerator's memory (on CPU: of the memory free at start) for weights and KV."""
+    kv_cache_bytes: int | None = None
+    """Fixed size of the KV cache; None: from free memory after a profiling pass."""
+    enable_prefix_caching: bool = True
+
+
+class SchedulerConfig(_Section):
+    max_num_seqs: int = 64
+    """Most sequences in one step."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens in one step; None: bounded by the step-time objective alone (at most 2,048)."""
+    step_time_ms: float | None = None
+    """Longest wished step while others decode; None: derived from the measured decode step."""
+    policy: Policy = "fcfs"
+    max_num_queued_reqs: int = 1024
+    """Waiting requests beyond which the server answers 429."""
+
+
+class ServerConfig(_Section):
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: tuple[str, ...] = ()
+    request_timeout: float | None = None
+    """Seconds from arrival after which a request ends with an error; None: no limit."""
+    max_body_bytes: int = 8 * 1024 * 1024
+    drain_timeout: float = 30.0
+    """Seconds that running requests get to finish at SIGTERM."""
+
+
+class ParallelConfig(_Section):
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    distributed_executor_backend: Literal["uni", "mp", "ray"] | None = None
+    cpus_per_rank: int | None = None
+    """Compute threads of a stage on CPU; None: all cores this process may use."""
+
+
+class Config(_Section):
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    server: ServerConfig = ServerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+def build(values: dict[str, Any]) -> Config:
+    """Make a ``Config`` from nested plain values; raises ``ConfigError`` naming the wrong key."""
+    try:
+        config = msgspec.convert(values, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"configuration: {error}", hint="pippin serve --help lists the flags"
+        ) from error
+    _check(config)
+    return config
+
+
+def _check(config: Config) -> None:
+    if not 0.0 < config.cache.gpu_memory_utilization <= 1.0:
+        raise ConfigError("gpu_memory_utilization must be in (0, 1]")
+    for name, value in (
+        ("block_size", config.cache.block_size),
+        ("max_num_seqs", config.scheduler.max_num_seqs),
+        ("max_num_batched_tokens", config.scheduler.max_num_batched_tokens),
+        ("max_model_len", config.model.max_model_len),
+        ("tensor_parallel_size", config.parallel.tensor_parallel_size),
+        ("pipeline_parallel_size", config.parallel.pipeline_parallel_size),
+        ("data_parallel_size", config.parallel.data_parallel_size),
+    ):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if not 0 <= config.server.port <= 65535:
+        raise ConfigError(f"port must be in [0, 65535], got {config.server.port}")
+
+
+class Environment(_Section):
+    """What the process's surroundings say, read once."""
+
+    home: Path
+    """Pippin's own files: fetched demo model, converted tokenizers, state."""
+    hub_offline: bool
+    """HF_HUB_OFFLINE, the hub client's own switch."""
+
+
+def environment() -> Environment:
+    home = os.environ.get("PIPPIN_HOME")
+    return Environment(
+        home=Path(home) if home else Path.home() / ".cache" / "pippin",
+        hub_offline=os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"),
+    )

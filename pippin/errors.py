@@ -1,0 +1,140 @@
+"""All errors that Pippin raises on purpose.
+
+    PippinError
+    ├── ConfigError              bad flags or configuration file
+    ├── ModelError
+    │   ├── ModelNotFound        no such directory, file, hub id or served name
+    │   ├── ModelInvalid         corrupt or incomplete files
+    │   ├── UnsupportedModel     architecture, format or quantisation that no backend runs
+    │   └── DownloadError        the hub cannot be reached or refuses
+    ├── OutOfMemory              weights or KV cache do not fit
+    ├── RequestError             the client's fault, or told to the client
+    │   ├── InvalidRequest       400
+    │   ├── ContextLengthExceeded 400
+    │   ├── Unauthorized         401
+    │   ├── NotFound             404
+    │   ├── BodyTooLarge         413
+    │   ├── QueueFull            429, with Retry-After
+    │   ├── RequestTimeout       408
+    │   └── EngineUnavailable    503
+    ├── EngineError              the engine process failed
+    └── PortInUse
+
+Each has a ``code`` (stable, for programs), a message and a ``hint`` (the command or change that
+fixes it). The command line prints ``error: … / hint: …``; the server answers
+``{"error": {"message", "type", "param", "code"}}``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PippinError(Exception):
+    """Base of the tree. ``str(error)`` is the message; the hint stands beside it."""
+
+    code: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class ConfigError(PippinError):
+    code = "bad_config"
+    exit_code = 2
+
+
+class ModelError(PippinError):
+    code = "model_error"
+
+
+class ModelNotFound(ModelError):
+    code = "model_not_found"
+
+
+class ModelInvalid(ModelError):
+    code = "model_invalid"
+
+
+class UnsupportedModel(ModelError):
+    code = "unsupported_model"
+
+
+class DownloadError(ModelError):
+    code = "download_failed"
+
+
+class OutOfMemory(PippinError):
+    code = "out_of_memory"
+
+
+class EngineError(PippinError):
+    code = "engine_error"
+
+
+class PortInUse(PippinError):
+    code = "port_in_use"
+
+
+class RequestError(PippinError):
+    """An error that ends one request. ``type`` is the OpenAI API's error type."""
+
+    code = "invalid_request"
+    status: ClassVar[int] = 400
+    type: ClassVar[str] = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    pass
+
+
+class ContextLengthExceeded(RequestError):
+    code = "context_length_exceeded"
+
+
+class Unauthorized(RequestError):
+    code = "invalid_api_key"
+    status = 401
+    type = "authentication_error"
+
+
+class NotFound(RequestError):
+    code = "not_found"
+    status = 404
+    type = "not_found_error"
+
+
+class BodyTooLarge(RequestError):
+    code = "body_too_large"
+    status = 413
+
+
+class RequestTimeout(RequestError):
+    code = "request_timeout"
+    status = 408
+    type = "timeout_error"
+
+
+class QueueFull(RequestError):
+    """``retry_after`` is in seconds."""
+
+    code = "queue_full"
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineUnavailable(RequestError):
+    code = "engine_unavailable"
+    status = 503
+    type = "server_error"

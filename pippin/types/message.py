@@ -1,0 +1,66 @@
+"""Messages between the API process and an engine's leader: msgpack over one ZeroMQ stream.
+
+Client to leader: ``Add``, ``Abort``, ``Utility``. Leader to client: ``Ready`` once, then one
+``StepOutputs`` a step, ``Failed`` at most once.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pippin.types.request import Request, SequenceOutput
+from pippin.types.step import SchedulerStats
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    requests: list[Request]
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
+    """Finish nothing, free everything, end the process."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
+    """The engine is loaded. All that the API process must know of it."""
+
+    pid: int
+    model_name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    max_model_len_note: str | None
+    """Why the length is shorter than the model's own, None where it is not."""
+    num_blocks: tuple[int, ...]
+    block_size: int
+    kv_tokens: int
+    """Capacity of the KV cache in tokens."""
+    kv_bytes: int
+    weights_bytes: int
+    dtype: str
+    quantization: str | None
+    backend: str
+    backend_reason: str
+    device: str
+    load_seconds: float
+
+
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    outputs: list[SequenceOutput]
+    stats: SchedulerStats
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The engine cannot start or go on."""
+
+    error: str
+    code: str
+    hint: str | None
+    exit_code: int = 1
+
+
+ToEngine = Add | Abort | Shutdown
+FromEngine = Ready | StepOutputs | Failed
