@@ -19,11 +19,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority"]
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class ModelConfig(_Section):
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str = "demo"
     """``demo``, a local directory, a GGUF file, or a hub id (``org/name``, ``org/name@revision``)."""
     served_model_name: tuple[str, ...] = ()
@@ -42,7 +38,7 @@ class ModelConfig(_Section):
     """Base of the seeds given to unseeded requests is random; this one seeds weights' dummies."""
 
 
-class CacheConfig(_Section):
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     block_size: int = 16
     """Tokens in a KV block."""
     gpu_memory_utilization: float = 0.9
@@ -52,7 +48,7 @@ class CacheConfig(_Section):
     enable_prefix_caching: bool = True
 
 
-class SchedulerConfig(_Section):
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
     """Most sequences in one step."""
     max_num_batched_tokens: int | None = None
@@ -64,7 +60,7 @@ class SchedulerConfig(_Section):
     """Waiting requests beyond which the server answers 429."""
 
 
-class ServerConfig(_Section):
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: tuple[str, ...] = ()
@@ -75,7 +71,7 @@ class ServerConfig(_Section):
     """Seconds that running requests get to finish at SIGTERM."""
 
 
-class ParallelConfig(_Section):
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -84,7 +80,7 @@ class ParallelConfig(_Section):
     """Compute threads of a stage on CPU; None: all cores this process may use."""
 
 
-class Config(_Section):
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -123,7 +119,7 @@ def _check(config: Config) -> None:
         raise ConfigError(f"port must be in [0, 65535], got {config.server.port}")
 
 
-class Environment(_Section):
+class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the process's surroundings say, read once."""
 
     home: Path

@@ -1,7 +1,8 @@
 """Messages between the API process and an engine's leader: msgpack over one ZeroMQ stream.
 
-Client to leader: ``Add``, ``Abort``, ``Utility``. Leader to client: ``Ready`` once, then one
-``StepOutputs`` a step, ``Failed`` at most once.
+Client to leader: ``Hello``, ``Add``, ``Abort``, ``Shutdown``. Leader to client: ``Ready`` or
+``Failed`` as the answer to ``Hello``, then one ``StepOutputs`` for every step that has something
+for this client.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ import msgspec
 
 from pippin.types.request import Request, SequenceOutput
 from pippin.types.step import SchedulerStats
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """Asks for ``Ready``; the answer comes when the model is loaded."""
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
@@ -62,5 +67,5 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     exit_code: int = 1
 
 
-ToEngine = Add | Abort | Shutdown
+ToEngine = Hello | Add | Abort | Shutdown
 FromEngine = Ready | StepOutputs | Failed

@@ -1,0 +1,131 @@
+"""Starting and stopping engine processes. ``uni``: one process on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pippin.config import Config
+from pippin.errors import ConfigError, EngineError, PippinError
+from pippin.transport.channel import ask
+from pippin.types.message import Failed, Hello, Ready
+
+#: Seconds between two looks at whether a loading process still lives.
+_POLL_S = 0.5
+
+
+class EngineProcess:
+    """One engine process, owned by whoever started it: it ends with its owner."""
+
+    def __init__(self, config: Config) -> None:
+        _check_supported(config)
+        self._config = config
+        # A private directory (mode 0700) keeps other users of the machine off the socket.
+        self._directory = Path(tempfile.mkdtemp(prefix="pippin-"))
+        self.address = f"ipc://{self._directory}/engine"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def start(self, waiting: Callable[[float], None] = lambda seconds: None) -> Ready:
+        """Start the process and wait until the model is loaded.
+
+        ``waiting`` is called about twice a second with the seconds passed, for a progress line.
+        Raises the ``PippinError`` that the engine failed with.
+        """
+        started = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pippin.engine.process", self.address], stdin=subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+        self._process.stdin.flush()
+        while True:
+            answer = ask(self.address, Hello(), _POLL_S)
+            if isinstance(answer, Ready):
+                return answer
+            if isinstance(answer, Failed):
+                self.stop()
+                raise failure_to_error(answer)
+            if self._process.poll() is not None:
+                error = died(self._process.returncode)
+                self.stop()
+                raise error
+            waiting(time.monotonic() - started)
+
+    def wait(self) -> int:
+        """Block until the process has ended; returns its exit status."""
+        assert self._process is not None, "not started"
+        return self._process.wait()
+
+    def poll(self) -> int | None:
+        return None if self._process is None else self._process.poll()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the process, by force after ``timeout_s`` seconds, and clean up. Safe to repeat."""
+        process = self._process
+        if process is not None:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(timeout_s)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def died(status: int) -> EngineError:
+    """The error for a process that ended without a word."""
+    if status == -9:
+        return EngineError(
+            "the engine process was killed (signal 9), probably for lack of memory",
+            hint="use a smaller model, --max-model-len or --gpu-memory-utilization",
+        )
+    how = f"by signal {-status}" if status < 0 else f"with status {status}"
+    return EngineError(
+        f"the engine process ended {how}", hint="its log stands above; --log-level debug says more"
+    )
+
+
+def failure_to_error(failure: Failed) -> PippinError:
+    """The engine's own error, with its code and exit status, on this side of the socket."""
+    for kind in _all_kinds(PippinError):
+        if kind.code == failure.code and kind.exit_code == failure.exit_code:
+            error = kind.__new__(kind)
+            PippinError.__init__(error, failure.error, hint=failure.hint)
+            return error
+    return EngineError(failure.error, hint=failure.hint)
+
+
+def _all_kinds(kind: type[PippinError]) -> list[type[PippinError]]:
+    kinds = [kind]
+    for sub in kind.__subclasses__():
+        kinds += _all_kinds(sub)
+    return kinds
+
+
+def _check_supported(config: Config) -> None:
+    parallel = config.parallel
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if getattr(parallel, name) != 1:
+            raise ConfigError(
+                f"{name} above 1 is not built yet", hint="leave the flag out: one engine process"
+            )
+    if parallel.distributed_executor_backend not in (None, "uni"):
+        raise ConfigError(
+            f"executor {parallel.distributed_executor_backend!r} is not built yet",
+            hint="--distributed-executor-backend uni",
+        )
