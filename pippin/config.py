@@ -21,7 +21,7 @@ Policy = Literal["fcfs", "priority"]
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str = "demo"
-    """``demo``, a local directory, a GGUF file, or a hub id (``org/name``, ``org/name@revision``)."""
+    """``demo``, a local directory, a GGUF file, or a hub id (``org/name[@revision]``)."""
     served_model_name: tuple[str, ...] = ()
     """Names the API answers to; default: ``model`` as it was given."""
     tokenizer: str | None = None
@@ -42,7 +42,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     block_size: int = 16
     """Tokens in a KV block."""
     gpu_memory_utilization: float = 0.9
-    """Share of the accelerator's memory (on CPU: of the memory free at start) for weights and KV."""
+    """Share of the device's memory (on CPU: of what is free at start) for weights and KV."""
     kv_cache_bytes: int | None = None
     """Fixed size of the KV cache; None: from free memory after a profiling pass."""
     enable_prefix_caching: bool = True

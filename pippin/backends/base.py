@@ -48,7 +48,7 @@ class SampledToken:
 
 
 class Sampler(Protocol):
-    """Chooses tokens; keeps penalties' counts per sequence. Deterministic: see ``sampler.noise``."""
+    """Chooses tokens; keeps penalties' counts a sequence. Deterministic: see ``sampler.noise``."""
 
     def add(self, seq: int, state: SamplingState) -> None:
         """Take a sequence in. Replays ``output_token_ids`` into its counts."""
@@ -66,7 +66,7 @@ class Sampler(Protocol):
     def prompt_logprobs(
         self, logits: Any, first_row: int, targets: Sequence[int], top: int
     ) -> list[Logprobs]:
-        """Log probabilities of ``targets[i]`` in row ``first_row + i``, with ``top`` best tokens."""
+        """Log probabilities of ``targets[i]`` in row ``first_row + i``, and the ``top`` best."""
         ...
 
 

@@ -1,1 +1,1 @@
-"""Model files on disk: finding, fetching, reading. No arrays of a backend, no network but the hub."""
+"""Model files on disk: finding, fetching, reading. No backend's arrays, no network but the hub."""

@@ -51,5 +51,5 @@ class ModelInfo:
     """Kind of the weights kept in memory, None where they are dense."""
     weights_bytes: int
     fingerprint: str
-    """Hash of configuration and weights' identity: salts the prefix cache, checked between stages."""
+    """Hash of configuration and weights' identity: salts the prefix cache."""
     kv_groups: tuple[KVGroup, ...]
