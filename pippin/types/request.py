@@ -184,9 +184,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """Rank of the sampled token, 1 being the most likely."""
 
 
-class SequenceOutput(
-    msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True
-):
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What one step added to one sequence. ``finish_reason`` appears exactly once."""
 
     request_id: str
