@@ -10,9 +10,12 @@
     ├── OutOfMemory              weights or KV cache do not fit
     ├── RequestError             the client's fault, or told to the client
     │   ├── InvalidRequest       400
+    │   ├── NotSupported         400, valid elsewhere but not done here
     │   ├── ContextLengthExceeded 400
     │   ├── Unauthorized         401
     │   ├── NotFound             404
+    │   │   └── UnknownModel     404, the name is not served
+    │   ├── MethodNotAllowed     405
     │   ├── BodyTooLarge         413
     │   ├── QueueFull            429, with Retry-After
     │   ├── RequestTimeout       408
@@ -95,6 +98,10 @@ class InvalidRequest(RequestError):
     pass
 
 
+class NotSupported(RequestError):
+    code = "not_supported"
+
+
 class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
 
@@ -109,6 +116,21 @@ class NotFound(RequestError):
     code = "not_found"
     status = 404
     type = "not_found_error"
+
+
+class UnknownModel(NotFound):
+    code = "model_not_found"
+
+
+class MethodNotAllowed(RequestError):
+    """``allowed`` are the methods that the route has."""
+
+    code = "method_not_allowed"
+    status = 405
+
+    def __init__(self, message: str, *, allowed: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 class BodyTooLarge(RequestError):

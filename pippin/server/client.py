@@ -112,6 +112,11 @@ class EngineClient:
                 stream.unfinished.clear()
                 await self._channel.send(Abort(left))
 
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End some requests of a running stream; each still gets its ending, ``ABORT``."""
+        if left := [name for name in request_ids if name in self._streams]:
+            await self._channel.send(Abort(left))
+
     async def _read(self) -> None:
         while True:
             try:
