@@ -1,0 +1,252 @@
+"""A directory with config.json and safetensors files as a ``Checkpoint`` under the hub's names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pippin.errors import ModelInvalid, UnsupportedModel
+from pippin.models import packed
+from pippin.models.hub_config import Quantization, quantization_of, read_json, text_config
+from pippin.models.quant import Tensor
+from pippin.models.safetensors_file import SafetensorsFile
+from pippin.models.tensor import DenseTensor, FloatArray
+
+INDEX = "model.safetensors.index.json"
+_REFETCH = "fetch the model again"
+_SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
+_PARTS = {
+    "gptq": (".qweight", (".qweight", ".qzeros", ".scales", ".g_idx")),
+    "awq": (".qweight", (".qweight", ".qzeros", ".scales")),
+    "mlx": (".scales", (".weight", ".scales", ".biases")),
+    "fp8": (".weight_scale_inv", (".weight", ".weight_scale_inv")),
+}
+"""Per method: the suffix that marks a quantised module, and all suffixes that belong to it."""
+_VISION = ("vision", "visual", "multi_modal_projector", "mm_projector", "audio", "image_newline")
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where one hub parameter comes from."""
+
+    module: str
+    """Stored name up to the last dot."""
+    suffix: str
+    """``.weight`` and the like; not used where ``quantized``."""
+    quantized: bool
+    expert: int | None = None
+
+
+class SafetensorsCheckpoint:
+    """See ``checkpoint.Checkpoint``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        whole = read_json(path / "config.json")
+        self.config = text_config(whole)
+        self._method: Quantization = quantization_of(self.config, path)
+        self.quantization = self._method.label()
+        self._files = _open_files(path)
+        self._file_of = _index(self._files)
+        self._sources = self._find_sources(multimodal=self.config is not whole)
+        self._check_layers()
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._sources)
+
+    def tensor(self, name: str) -> Tensor:
+        source = self._sources[name]
+        if not source.quantized:
+            return self._stored(source.module + source.suffix, source.expert)
+        try:
+            return self._quantized(source)
+        except ValueError as error:
+            raise ModelInvalid(
+                f"{self._path}: quantised weight {source.module!r} is corrupt: {error}",
+                hint=_REFETCH,
+            ) from error
+
+    def _stored(self, name: str, expert: int | None = None) -> DenseTensor:
+        file = self._file_of.get(name)
+        if file is None:
+            raise ModelInvalid(f"{self._path}: tensor {name!r} is missing", hint=_REFETCH)
+        tensor = file.tensor(name)
+        return tensor if expert is None else DenseTensor(tensor.data[expert], tensor.dtype)
+
+    def _quantized(self, source: _Source) -> Tensor:
+        module = source.module
+
+        def floats(suffix: str) -> FloatArray:
+            return self._stored(module + suffix, source.expert).to_float32()
+
+        def words(suffix: str) -> Any:
+            return self._stored(module + suffix, source.expert).data
+
+        match self._method.method:
+            case "mlx":
+                group_size = self._method.mlx_group_size(module)
+                return packed.mlx(
+                    words(".weight"), floats(".scales"), floats(".biases"), group_size
+                )
+            case "gptq":
+                version = self._method.settings.get("checkpoint_format", "gptq")
+                g_idx = words(".g_idx") if module + ".g_idx" in self._file_of else None
+                return packed.gptq(
+                    words(".qweight"),
+                    words(".qzeros"),
+                    floats(".scales"),
+                    g_idx,
+                    zero_offset=0 if version == "gptq_v2" else 1,
+                )
+            case "awq":
+                return packed.awq(words(".qweight"), words(".qzeros"), floats(".scales"))
+            case "fp8":
+                rows, columns = self._method.settings.get("weight_block_size") or (128, 128)
+                scale = floats(".weight_scale_inv")
+                weight = packed.dequantize_fp8(floats(".weight"), scale, (rows, columns))
+                return DenseTensor(weight, "float32")
+        raise AssertionError(self._method.method)
+
+    def _find_sources(self, *, multimodal: bool) -> dict[str, _Source]:
+        """Every hub parameter's source: packed modules as one weight, stacked experts apart."""
+        marker, suffixes = _PARTS.get(self._method.method, ("", ()))
+        quantized = (
+            {name.removesuffix(marker) for name in self._file_of if name.endswith(marker)}
+            if marker
+            else set()
+        )
+        found: dict[str, _Source] = {}
+        for stored in self._file_of:
+            module, dot, last = stored.rpartition(".")
+            suffix = dot + last
+            is_part = module in quantized and suffix in suffixes
+            if is_part and suffix != marker:
+                continue
+            name = _hub_name(module + (".weight" if is_part else suffix), multimodal)
+            if name is None:
+                continue
+            if ".switch_mlp." not in name:
+                found[name] = _Source(module, suffix, is_part)
+                continue
+            # mlx-lm stacks a layer's experts in one tensor.
+            count = self._file_of[stored].entries[stored].shape[0]
+            for expert in range(count):
+                one = name.replace(".switch_mlp.", f".experts.{expert}.")
+                found[one] = _Source(module, suffix, is_part, expert)
+        if not multimodal and "embed_tokens.weight" in found:
+            # Saved without the causal-LM class around it.
+            found = {f"model.{name}": source for name, source in found.items()}
+        return found
+
+    def _check_layers(self) -> None:
+        if "model.embed_tokens.weight" not in self._sources:
+            raise ModelInvalid(
+                f"{self._path}: there is no embedding (model.embed_tokens.weight) among"
+                f" {len(self._sources)} tensors",
+                hint="is this a decoder-only language model?",
+            )
+        present = {
+            int(parts[2])
+            for parts in (name.split(".") for name in self._sources)
+            if parts[:2] == ["model", "layers"] and parts[2].isdigit()
+        }
+        count = self.config.get("num_hidden_layers", 0)
+        missing = sorted(set(range(count)) - present)
+        if missing:
+            raise ModelInvalid(
+                f"{self._path}: {len(missing)} of {count} layers are missing, first {missing[0]}",
+                hint=_REFETCH,
+            )
+
+
+def _hub_name(name: str, multimodal: bool) -> str | None:
+    """The name in the text-only model; None for parts of the other modalities."""
+    if not multimodal:
+        return name
+    for prefix, replacement in (
+        ("language_model.", ""),
+        ("model.language_model.", "model."),
+    ):
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    head = name.removeprefix("model.")
+    return None if head.startswith(_VISION) else name
+
+
+def _open_files(path: Path) -> list[SafetensorsFile]:
+    index = path / INDEX
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelInvalid(f"{index} has no weight_map", hint=_REFETCH)
+        wanted = sorted({str(name) for name in weight_map.values()})
+        missing = [name for name in wanted if not (path / name).is_file()]
+        if missing:
+            raise ModelInvalid(
+                f"{path}: {len(missing)} of {len(wanted)} weight files are missing, first"
+                f" {missing[0]}",
+                hint=_REFETCH,
+            )
+        files = [SafetensorsFile(path / name) for name in wanted]
+        by_name = {file.path.name: file for file in files}
+        for tensor, name in weight_map.items():
+            if tensor not in by_name[name].entries:
+                raise ModelInvalid(
+                    f"{path / name}: tensor {tensor!r}, named in {INDEX}, is missing", hint=_REFETCH
+                )
+        return files
+    found = sorted(path.glob("*.safetensors"))
+    # Mistral ships a second copy of the same weights under its own names; adapters are no model.
+    own = [file for file in found if not file.name.startswith(("consolidated", "adapter_"))]
+    if not own:
+        raise _no_weights(path, found)
+    for file in own:
+        match = _SHARD.match(file.name)
+        if match is None:
+            continue
+        stem, count = match["stem"], match["count"]
+        for number in range(1, int(count) + 1):
+            part = path / f"{stem}-{number:05d}-of-{count}.safetensors"
+            if not part.is_file():
+                raise ModelInvalid(f"{path}: weight file {part.name} is missing", hint=_REFETCH)
+    return [SafetensorsFile(file) for file in own]
+
+
+def _no_weights(path: Path, found: list[Path]) -> ModelInvalid | UnsupportedModel:
+    if any(file.name.startswith("adapter_") for file in found):
+        return UnsupportedModel(
+            f"{path} holds an adapter, not a model", hint="merge it into its base model first"
+        )
+    if found:
+        return UnsupportedModel(
+            f"{path}: weights under Mistral's own names (consolidated.safetensors) are not read",
+            hint="fetch the model's files in the hub's format (model*.safetensors)",
+        )
+    pickles = sorted([*path.glob("*.bin"), *path.glob("*.pth"), *path.glob("*.pt")])
+    if pickles:
+        return UnsupportedModel(
+            f"{path}: weights in pickle files ({pickles[0].name}) are not read",
+            hint="convert them to safetensors (transformers: save_pretrained)",
+        )
+    below = sorted(path.glob("*/*.safetensors"))
+    if below:
+        return ModelInvalid(
+            f"{path} has no weights itself",
+            hint=f"they may be in {below[0].parent}: give that path",
+        )
+    return ModelInvalid(f"{path} has no *.safetensors files", hint=_REFETCH)
+
+
+def _index(files: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+    file_of: dict[str, SafetensorsFile] = {}
+    for file in files:
+        for name in file.entries:
+            other = file_of.setdefault(name, file)
+            if other is not file:
+                raise ModelInvalid(
+                    f"tensor {name!r} is in both {other.path} and {file.path}",
+                    hint="remove the weight files that do not belong to this model",
+                )
+    return file_of
