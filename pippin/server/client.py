@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from pippin.errors import EngineError, EngineUnavailable, PippinError
 from pippin.transport.channel import ClientChannel
@@ -79,7 +79,9 @@ class EngineClient:
     def num_unfinished(self) -> int:
         return len(self._streams)
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[list[SequenceOutput]]:
+    async def generate(
+        self, requests: Sequence[Request]
+    ) -> AsyncGenerator[list[SequenceOutput], None]:
         """Outputs of ``requests``, as they come, until each has its ``finish_reason``.
 
         Leaving the iterator early (also by cancellation) aborts what is unfinished. An engine that
