@@ -1,0 +1,6 @@
+"""``python -m pippin``."""
+
+from pippin.cli.main import run
+
+if __name__ == "__main__":
+    run()
