@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from pippin.errors import ModelInvalid, ModelNotFound
+from pippin.models.hub_name import parse
 
 Kind = Literal["directory", "gguf"]
 _SAMPLES = 8
@@ -52,7 +53,7 @@ def resolve(
         return local_directory(model, path)
     if path.is_file():
         return _local_file(model, path)
-    if not looks_like_hub_id(model):
+    if parse(model) is None:
         raise ModelNotFound(
             f"no model at {model!r}: there is no such file or directory, and it is no hub id",
             hint="give a directory, a .gguf file, demo, or a hub id such as"
@@ -62,14 +63,6 @@ def resolve(
 
     found = fetch(model, revision=revision, offline=offline, progress=progress)
     return local_directory(model, found) if found.is_dir() else _gguf(model, found)
-
-
-def looks_like_hub_id(model: str) -> bool:
-    """Whether this can be ``org/name`` with an optional revision, file or quantisation."""
-    if model.startswith(("/", ".", "~")) or "\\" in model or "//" in model:
-        return False
-    parts = model.split("@")[0].split(":")[0].split("/")
-    return len(parts) >= 2 and all(parts) and (len(parts) == 2 or model.endswith(".gguf"))
 
 
 def local_directory(name: str, path: Path) -> ModelFiles:
