@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+def commit_of(repo: str) -> str:
+    return hashlib.sha1(repo.encode()).hexdigest()
 
 
 @dataclass
@@ -90,18 +92,17 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(401, "RepoNotFound")
         if self.headers.get("Authorization") == "Bearer stale":
             return self._error(401, None, "Invalid credentials in Authorization header")
-        if len(rest) >= 2 and rest[1] not in ("main", "v1", COMMIT):
+        if len(rest) >= 2 and rest[1] not in ("main", "v1", commit_of(repo)):
             return self._error(404, "RevisionNotFound")
         match rest:
             case [] | ["revision", _]:
                 siblings = [{"rfilename": name} for name in files]
-                return self._json({"id": repo, "sha": COMMIT, "siblings": siblings})
+                return self._json({"id": repo, "sha": commit_of(repo), "siblings": siblings})
             case ["tree", _]:
+                entries = [(n, len(c), _etag(c)) for n, c in files.items()]
+                keys = ("path", "size", "oid")
                 return self._json(
-                    [
-                        {"type": "file", "path": n, "size": len(c), "oid": _etag(c)}
-                        for n, c in files.items()
-                    ]
+                    [{"type": "file", **dict(zip(keys, e, strict=True))} for e in entries]
                 )
             case ["resolve", _, *name]:
                 if repo in self.hub.gated:
@@ -109,10 +110,10 @@ class _Handler(BaseHTTPRequestHandler):
                 content = files.get("/".join(name))
                 if content is None:
                     return self._error(404, "EntryNotFound")
-                return self._file("/".join(name), content, body)
+                return self._file(repo, "/".join(name), content, body)
         return self._error(404, None)
 
-    def _file(self, name: str, content: bytes, body: bool) -> None:
+    def _file(self, repo: str, name: str, content: bytes, body: bool) -> None:
         start = 0
         wanted = self.headers.get("Range")
         if wanted is not None:
@@ -122,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.send_response(200)
         self.send_header("ETag", f'"{_etag(content)}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", commit_of(repo))
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
@@ -139,7 +140,6 @@ class _Handler(BaseHTTPRequestHandler):
         raw = json.dumps(value).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
-        self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
         self.wfile.write(raw)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import numpy as np
 import pytest
-from hub_standin import COMMIT, Hub, serve
+from hub_standin import Hub, commit_of, serve
 from safetensors.numpy import save
 
 from pippin.errors import DownloadError, ModelNotFound, UnsupportedModel
@@ -108,7 +108,7 @@ def test_fetches_the_model_and_nothing_else(standin: Hub, cache: Path):
         "model.safetensors",
     }
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
-    assert folder.name == COMMIT
+    assert folder.name == commit_of("org/plain")
 
 
 def test_second_fetch_downloads_nothing(standin: Hub, cache: Path):
