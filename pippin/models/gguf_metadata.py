@@ -103,4 +103,20 @@ class _Cursor:
             values = layout.unpack_from(self.data, self.position)
             self.position += layout.size
             return list(values)
+        if inner == _STRING:
+            return self._strings(count)
         return [self._value(inner, depth + 1) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        """As ``_string``, ``count`` times; a vocabulary has hundreds of thousands."""
+        data, end, size = self.data, self.position, len(self.data)
+        length_at = _U64.unpack_from
+        values = []
+        for _ in range(count):
+            start = end + 8
+            end = start + length_at(data, end)[0]
+            if end > size:
+                raise IndexError
+            values.append(data[start:end].decode("utf-8", "replace"))
+        self.position = end
+        return values

@@ -129,7 +129,11 @@ class _Vocabulary:
         known = self.ids()
         pairs = []
         for line in self._strings("merges"):
-            cut = line.find(" ", 1)
+            left, _, right = line.partition(" ")
+            if left in known and right in known and left + right in known:
+                pairs.append((left, right))
+                continue
+            cut = line.find(" ", len(left) + 1)
             while cut != -1:
                 left, right = line[:cut], line[cut + 1 :]
                 if left in known and right in known and left + right in known:
@@ -184,7 +188,7 @@ def _merged_spm(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _spm(vocabulary: _Vocabulary) -> Tokenizer:
-    """SentencePiece BPE: the merges follow from the scores (best merged piece first)."""
+    """SentencePiece BPE: merges in order of the merged pieces' scores, equal ones in order of ids."""
     scores = vocabulary.scores()
     ids = vocabulary.ids()
     found: list[tuple[float, int, int, str, str]] = []
@@ -194,7 +198,7 @@ def _spm(vocabulary: _Vocabulary) -> Tokenizer:
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in ids and right in ids:
-                found.append((-scores[token_id], ids[left], ids[right], left, right))
+                found.append((-scores[token_id], token_id, cut, left, right))
     found.sort()
     return _spm_backend(vocabulary, [(left, right) for *_, left, right in found])
 
