@@ -60,6 +60,8 @@ class Option:
     short: str | None = None
     parse: Callable[[str], Any] | None = None
     """Reads a value given as text, before the field's own type is applied."""
+    automatic: tuple[Any, ...] = ("auto",)
+    """Values that mean None, where the field may be None."""
 
     @property
     def flag(self) -> str:
@@ -88,9 +90,9 @@ class Option:
     def read(self, value: Any, origin: str) -> Any:
         """Check one value. ``origin`` names it in the error, a ``ConfigError``."""
         optional = type(None) in get_args(self.type)
+        if optional and value in self.automatic:
+            return None
         if isinstance(value, str):
-            if optional and value == "auto":
-                return None
             if self.parse is not None:
                 try:
                     value = self.parse(value)
@@ -103,8 +105,12 @@ class Option:
         try:
             return msgspec.convert(value, self.type, strict=not isinstance(value, str))
         except msgspec.ValidationError as error:
-            reason = str(error)[:1].lower() + str(error)[1:]
-            raise ConfigError(f"{origin} {value}: {reason}") from error
+            raise ConfigError(f"{origin} {value}: expected {self._expected()}") from error
+
+    def _expected(self) -> str:
+        kinds = get_args(self.type) or (self.type,)
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+        return next((words[kind] for kind in kinds if kind in words), "another value")
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -120,7 +126,7 @@ OPTIONS: tuple[Option, ...] = (
            "none dequantises at load, 4bit and 8bit quantise; default: as stored.", short="-q"),
     Option("max_model_len", "model", "max_model_len", "Model",
            "Context length in tokens (8192, 8k, 8K) or auto: the model's own, fitted to memory.",
-           parse=lambda text: None if text == "-1" else count(text)),
+           parse=count, automatic=("auto", "-1", -1)),
     Option("seed", "model", "seed", "Model", "Seed of dummy weights; requests carry their own."),
     Option("block_size", "cache", "block_size", "Memory", "Tokens in a block of the KV cache."),
     Option("gpu_memory_utilization", "cache", "gpu_memory_utilization", "Memory",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +16,6 @@ app = typer.Typer(
     name="pippin",
     help="Your own computers as one fast OpenAI-compatible LLM endpoint.",
     epilog="Start with `pippin demo`. Every command takes --help.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help starts in half the time and pipes well
@@ -35,19 +34,15 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
-
-
-def report(error: PippinError) -> None:
-    """Two lines on standard error: what went wrong and what fixes it."""
-    print(f"error: {error.message}", file=sys.stderr)
-    print(f"hint: {error.hint or 'pippin --help lists the commands'}", file=sys.stderr)
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def main(arguments: list[str]) -> int:
@@ -55,10 +50,11 @@ def main(arguments: list[str]) -> int:
     try:
         status = app(arguments, prog_name="pippin", standalone_mode=False)
     except PippinError as error:
-        report(error)
+        _report(error.message, error.hint or _help_hint(arguments))
         return error.exit_code
     except typer.TyperException as error:
-        _report_usage(error, arguments)
+        message = " ".join(error.format_message().split()).rstrip(".")
+        _report(message[:1].lower() + message[1:], _help_hint(arguments))
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return 130
@@ -76,12 +72,18 @@ def run() -> None:
     sys.exit(status)
 
 
-def _report_usage(error: typer.TyperException, arguments: list[str]) -> None:
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "pippin"
-    message = " ".join(error.format_message().split())
-    if message:
-        print(f"error: {message[:1].lower()}{message[1:].rstrip('.')}", file=sys.stderr)
-    else:  # a group without a subcommand has already printed its help
-        print("error: a command is missing", file=sys.stderr)
-    print(f"hint: {command} --help shows what it takes", file=sys.stderr)
+def _report(message: str, hint: str) -> None:
+    """Two lines on standard error: what went wrong and what fixes it."""
+    print(f"error: {message}\nhint: {hint}", file=sys.stderr)
+
+
+def _help_hint(arguments: list[str]) -> str:
+    """Names the command that was meant, as far as it exists."""
+    group: Any = typer.main.get_command(app)
+    path = "pippin"
+    for word in arguments:
+        group = getattr(group, "commands", {}).get(word)
+        if group is None:
+            break
+        path += f" {word}"
+    return f"{path} --help shows what it takes"

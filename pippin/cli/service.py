@@ -22,6 +22,7 @@ from pippin.config import Config, environment
 from pippin.engine.launcher import EngineProcess, died
 from pippin.errors import ConfigError, PippinError, PortInUse
 from pippin.models import files
+from pippin.models.checkpoint import open_checkpoint
 from pippin.server.app import App, build_app
 from pippin.server.client import EngineClient
 from pippin.server.tokenizer import load_tokenizer
@@ -49,6 +50,7 @@ class Service:
                 home=home.home,
                 progress=sys.stderr.isatty(),
             )
+            open_checkpoint(found)  # here, where a broken file costs no start of the engine
             self._tokenizer = load_tokenizer(found, config.model.tokenizer)
         except BaseException:
             self._socket.close()
