@@ -1,0 +1,154 @@
+"""Which device and dtype a stage computes in, and why."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from pippin.config import Config
+from pippin.errors import ConfigError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    device: torch.device
+    dtype: torch.dtype
+    description: str
+    """For people: ``cpu (2 threads, AVX2)``."""
+    reason: str
+
+
+def choose_device(config: Config, model_config: dict[str, Any]) -> DeviceChoice:
+    """Resolve ``config.model.device`` and ``.dtype``; sets the number of CPU threads.
+
+    Raises ``ConfigError`` for a device that is not here, or a dtype that it lacks.
+    """
+    device = _device(config.model.device)
+    own = _checkpoint_dtype(model_config)
+    if device.type == "cpu":
+        threads = config.parallel.cpus_per_rank or len(os.sched_getaffinity(0))
+        torch.set_num_threads(threads)
+        capability = torch.backends.cpu.get_cpu_capability()
+        description = f"cpu ({threads} thread{'s' * (threads > 1)}, {capability})"
+        dtype, reason = _cpu_dtype(capability)
+    elif device.type == "cuda":
+        description = f"{device} ({torch.cuda.get_device_name(device)})"
+        dtype, reason = own or torch.bfloat16, "the checkpoint's own dtype"
+        if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            dtype, reason = torch.float16, "this GPU has no bfloat16"
+    else:
+        description = str(device)
+        dtype, reason = own or torch.float16, "the checkpoint's own dtype"
+    where = {"auto": "best device here", str(device): "asked for"}.get(config.model.device, "asked")
+    if config.model.dtype != "auto":
+        dtype, reason = _DTYPES[config.model.dtype], "asked for"
+    return DeviceChoice(
+        device, dtype, description, f"{device.type}: {where}; {dtype_name(dtype)}: {reason}"
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes (free, total) that this process may use on ``device``."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total
+    if device.type == "mps":
+        total = torch.mps.recommended_max_memory()
+        return total - torch.mps.driver_allocated_memory(), total
+    memory = psutil.virtual_memory()
+    free, total = memory.available, memory.total
+    for limit, used in _cgroup_limits():
+        free, total = min(free, limit - used), min(total, limit)
+    return max(free, 0), total
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {name!r}", hint="auto, cpu, cuda, cuda:1 or mps") from (
+            error
+        )
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"there is no {name} here ({count} CUDA devices)", hint="--device cpu"
+            )
+        return torch.device("cuda", device.index or 0)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("there is no mps device here", hint="--device cpu")
+    if device.type not in ("cpu", "mps"):
+        raise ConfigError(f"device {name!r} is not supported", hint="auto, cpu, cuda or mps")
+    return device
+
+
+def _checkpoint_dtype(model_config: dict[str, Any]) -> torch.dtype | None:
+    named = model_config.get("dtype") or model_config.get("torch_dtype")
+    return _DTYPES.get(str(named).removeprefix("torch."))
+
+
+def _cpu_dtype(capability: str) -> tuple[torch.dtype, str]:
+    """bfloat16 only where the CPU multiplies it in hardware: elsewhere it is emulated and slow."""
+    if _has_bf16_instructions():
+        return torch.bfloat16, "this CPU multiplies it in hardware"
+    return torch.float32, f"this CPU ({capability}) has no bfloat16 instructions"
+
+
+def _has_bf16_instructions() -> bool:
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            line = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except FileNotFoundError:
+        return False
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()))
+
+
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """(limit, used) bytes of the control groups of this process, v2 and v1."""
+    found = []
+    for limit_file, used_file, stat_file in (
+        (
+            "/sys/fs/cgroup/memory.max",
+            "/sys/fs/cgroup/memory.current",
+            "/sys/fs/cgroup/memory.stat",
+        ),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+            "/sys/fs/cgroup/memory/memory.stat",
+        ),
+    ):
+        try:
+            with open(limit_file, encoding="ascii") as file:
+                text = file.read().strip()
+            if text == "max" or int(text) >= 1 << 60:
+                continue
+            with open(used_file, encoding="ascii") as file:
+                used = int(file.read())
+            with open(stat_file, encoding="ascii") as file:
+                stat = dict(line.split() for line in file)
+        except OSError:
+            continue
+        # Cached files are given back under pressure.
+        cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+        found.append((int(text), max(used - cached, 0)))
+    return found

@@ -1,0 +1,168 @@
+"""One decoder layer: norms, fused attention, feed-forward, over a flat batch [T, hidden]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from pippin.backends.torch.attention import attend
+from pippin.backends.torch.batch import Batch
+from pippin.backends.torch.kv import Pool
+from pippin.backends.torch.linear import Linear
+from pippin.backends.torch.rope import rotate
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class RMSNorm:
+    """``x / rms(x) * weight``, computed in float32."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._weight = weight.float()
+        self._shape = tuple(weight.shape)
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self._shape, self._weight, self._eps)
+        return F.rms_norm(x.float(), self._shape, self._weight, self._eps).to(x.dtype)
+
+
+class AttentionBlock(Protocol):
+    """Everything between a layer's first norm and its first residual add."""
+
+    pool: Pool | None
+    group: int
+
+    @property
+    def pool_heads(self) -> int: ...
+
+    @property
+    def pool_width(self) -> int: ...
+
+    def __call__(
+        self, x: torch.Tensor, batch: Batch, rows: torch.Tensor | slice | None
+    ) -> torch.Tensor:
+        """[T, heads * d], of ``rows`` only if given; the output projection is left out."""
+        ...
+
+
+@dataclass(slots=True)
+class Attention:
+    """Multi-head attention with one matrix product for queries, keys and values."""
+
+    qkv: Linear
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    group: int
+    """KV group of this layer."""
+    rope: int | None
+    """Which of the batch's angles; None for layers without positions."""
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+    sinks: torch.Tensor | None = None
+    softcap: float | None = None
+    pool: Pool | None = None
+
+    @property
+    def pool_heads(self) -> int:
+        return 2 * self.kv_heads
+
+    @property
+    def pool_width(self) -> int:
+        return self.head_dim
+
+    def __call__(
+        self, x: torch.Tensor, batch: Batch, rows: torch.Tensor | slice | None
+    ) -> torch.Tensor:
+        assert self.pool is not None
+        heads, kv_heads = self.heads, self.kv_heads
+        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
+        query, key = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            query.copy_(self.q_norm(query))
+            key.copy_(self.k_norm(key))
+        if self.rope is not None:
+            cos, sin = batch.ropes[self.rope]
+            rotate(qkv[:, : heads + kv_heads], cos, sin)
+        group = batch.groups[self.group]
+        self.pool.write(qkv[:, heads:], group.slots, group.run)
+        value = qkv[:, heads + kv_heads :]
+        out = attend(query, key, value, self.pool, group, self.scale, self.sinks, self.softcap)
+        out = out.flatten(1)
+        return out if rows is None else out[rows]
+
+
+@dataclass(slots=True)
+class GatedMLP:
+    """``down(act(gate(x)) * up(x))`` with gate and up in one matrix product."""
+
+    gate_up: Linear
+    down: Linear
+    act: Activation
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.act(gate).mul_(up)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.hidden(x))
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self.down.add(self.hidden(x), residual)
+
+
+@dataclass(slots=True)
+class ModuleMLP:
+    """A feed-forward module of transformers (mixture of experts)."""
+
+    module: torch.nn.Module
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.module(x[None])
+        if isinstance(out, tuple):  # GPT-OSS also returns its router's scores.
+            out = out[0]
+        result: torch.Tensor = out[0]
+        return result
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual.add_(self(x))
+
+
+@dataclass(slots=True)
+class Layer:
+    """Pre-norm residual blocks, with norms behind them where the model has those (Gemma)."""
+
+    attention_norm: RMSNorm
+    attention: AttentionBlock
+    output: Linear
+    mlp_norm: RMSNorm
+    mlp: GatedMLP | ModuleMLP
+    attention_post_norm: RMSNorm | None = None
+    mlp_post_norm: RMSNorm | None = None
+
+    def __call__(
+        self, x: torch.Tensor, batch: Batch, rows: torch.Tensor | slice | None = None
+    ) -> torch.Tensor:
+        """Takes and gives the residual stream [T, hidden], which it may overwrite.
+
+        With ``rows``, only those go on behind the attention (the last layer, where few are wanted).
+        """
+        mixed = self.attention(self.attention_norm(x), batch, rows)
+        if rows is not None:
+            x = x[rows]
+        if self.attention_post_norm is None:
+            x = self.output.add(mixed, x)
+        else:
+            x = x + self.attention_post_norm(self.output(mixed))
+        normed = self.mlp_norm(x)
+        if self.mlp_post_norm is None:
+            return self.mlp.add(normed, x)
+        return x + self.mlp_post_norm(self.mlp(normed))

@@ -1,0 +1,79 @@
+"""Linear layers: how a weight lies in memory and which kernel multiplies it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+class Linear(Protocol):
+    """``x`` [T, in] times the transposed weight [out, in]."""
+
+    nbytes: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, out]."""
+        ...
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """``residual + self(x)``; ``residual`` [T, out] may be overwritten."""
+        ...
+
+
+class DenseLinear:
+    """Any device: torch's own matrix product."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._weight = weight
+        self._bias = bias
+        self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual.add_(F.linear(x, self._weight, self._bias))
+
+
+class PackedLinear:
+    """CPU: oneDNN with the weight in the kernel's own blocked layout, residual add fused."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._weight, self._bias, "none", [], ""
+        )
+        return result
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, residual, self._weight, self._bias, "add"
+        )
+        return result
+
+
+#: Rows that the blocked layout is chosen for.
+_PACK_ROWS = 32
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN's packed kernels run here."""
+    return (
+        device.type == "cpu"
+        and torch._C.has_mkldnn
+        and dtype in (torch.float32, torch.bfloat16)
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """``weight`` [out, in] on its device and in its dtype."""
+    if can_pack(weight.device, weight.dtype):
+        return PackedLinear(weight, bias)
+    return DenseLinear(weight, bias)

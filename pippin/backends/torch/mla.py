@@ -1,0 +1,194 @@
+"""Multi-head latent attention (DeepSeek): latent pages, absorbed decode, expanded prefill.
+
+A page holds, per token, the normed latent [rank] and the rotated shared key [rope_dim]. Decode
+never expands it: with ``kv_b = [W_k; W_v]`` per head, ``q · (W_k c) = (W_kᵀ q) · c``, so queries
+are brought into the latent space once and outputs out of it once. Prefill has many rows per latent,
+so it expands keys and values instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pippin.backends.torch.attention import attention, merge, read_prefix
+from pippin.backends.torch.batch import Batch, DecodeSet, Prefill
+from pippin.backends.torch.kv import Pool
+from pippin.backends.torch.layers import RMSNorm
+from pippin.backends.torch.linear import Linear
+from pippin.backends.torch.rope import rotate
+from pippin.backends.torch.weights import Weights
+
+
+@dataclass(slots=True)
+class LatentAttention:
+    """Needs a group without a window."""
+
+    down: Linear
+    """Hidden to [q latent or queries | kv latent | rope key]."""
+    q_norm: RMSNorm | None
+    q_up: Linear | None
+    """None where queries are not compressed."""
+    kv_norm: RMSNorm
+    key_up: torch.Tensor
+    """[heads, nope_dim, rank]."""
+    value_up: torch.Tensor
+    """[heads, value_dim, rank]."""
+    heads: int
+    nope_dim: int
+    rope_dim: int
+    scale: float
+    group: int
+    rope: int
+    interleaved: bool
+    """Whether rotary pairs are neighbours in the weights (they are brought into halves at load)."""
+    pool: Pool | None = None
+
+    @property
+    def pool_heads(self) -> int:
+        return 1
+
+    @property
+    def rank(self) -> int:
+        return self.key_up.shape[2]
+
+    @property
+    def pool_width(self) -> int:
+        return self.rank + self.rope_dim
+
+    def __call__(
+        self, x: torch.Tensor, batch: Batch, rows: torch.Tensor | slice | None
+    ) -> torch.Tensor:
+        assert self.pool is not None
+        count = x.shape[0]
+        mixed = self.down(x)
+        width = self.rank + self.rope_dim
+        query, latent = mixed[:, :-width], mixed[:, -width:].contiguous()
+        if self.q_up is not None and self.q_norm is not None:
+            query = self.q_up(self.q_norm(query))
+        query = query.reshape(count, self.heads, self.nope_dim + self.rope_dim)
+        cos, sin = batch.ropes[self.rope]
+        rotate(query[..., self.nope_dim :], cos, sin)
+        rotate(latent[:, None, self.rank :], cos, sin)
+        latent[:, : self.rank] = self.kv_norm(latent[:, : self.rank])
+        group = batch.groups[self.group]
+        self.pool.write(latent[:, None], group.slots, group.run)
+        out = query.new_empty(count, self.heads, self.value_up.shape[1])
+        for decode in group.decodes:
+            out[decode.rows] = self._decode(query[decode.rows], decode)
+        for prefill in group.prefills:
+            chunk = slice(prefill.first, prefill.last)
+            out[chunk] = self._prefill(query[chunk], latent[chunk], prefill)
+        result = out.flatten(1)
+        return result if rows is None else result[rows]
+
+    def _decode(self, query: torch.Tensor, decode: DecodeSet) -> torch.Tensor:
+        """[count, heads, value_dim] in the latent space: one shared key and value head."""
+        assert self.pool is not None
+        count = query.shape[0]
+        if decode.run is not None:
+            pages = self.pool.view(decode.run, decode.length)
+        else:
+            assert decode.blocks is not None
+            pages = self.pool.gather(decode.blocks)
+        pages = pages.reshape(count, decode.length, self.pool_width)
+        absorbed = torch.bmm(query[..., : self.nope_dim].transpose(0, 1), self.key_up)
+        full = torch.cat((absorbed.transpose(0, 1), query[..., self.nope_dim :]), -1)
+        scores = torch.bmm(full, pages.transpose(1, 2)).mul_(self.scale)
+        if decode.mask is not None:
+            scores.add_(decode.mask[:, None])
+        seen = torch.bmm(scores.softmax(-1), pages[..., : self.rank])
+        return torch.bmm(seen.transpose(0, 1), self.value_up.transpose(1, 2)).transpose(0, 1)
+
+    def _prefill(self, query: torch.Tensor, latent: torch.Tensor, prefill: Prefill) -> torch.Tensor:
+        assert self.pool is not None
+        query = query.transpose(0, 1)[:, None]
+        out, total = self._expanded(query, latent, causal=True)
+        if prefill.prefix:
+            before = read_prefix(self.pool, prefill)[0]
+            out, _ = merge(out, total, *self._expanded(query, before, causal=False))
+        return out[:, 0, :, : self.value_up.shape[1]].transpose(0, 1)
+
+    def _expanded(
+        self, query: torch.Tensor, latent: torch.Tensor, *, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of ``query`` [heads, 1, n, d] to ``latent`` [L, rank + rope_dim]."""
+        compressed = latent[:, : self.rank]
+        nope = torch.matmul(compressed, self.key_up.transpose(1, 2))
+        turned = latent[:, self.rank :].expand(self.heads, -1, -1)
+        values = torch.matmul(compressed, self.value_up.transpose(1, 2))
+        keys = torch.cat((nope, turned), -1)
+        # The fused kernels want one width: values are filled up with zeros.
+        values = F.pad(values, (0, keys.shape[-1] - values.shape[-1]))
+        return attention(query, keys, values, self.scale, causal=causal)
+
+
+def load_latent(
+    module: Any, prefix: str, weights: Weights, group: int, rope: int
+) -> LatentAttention:
+    """``module``: transformers' attention module, for its sizes."""
+    nope, rope_dim, rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
+    heads = module.num_heads
+    interleaved = bool(getattr(module.config, "rope_interleave", True))
+    compressed = module.q_lora_rank is not None
+    first = "q_a_proj" if compressed else "q_proj"
+    query = weights.stacked([f"{prefix}.{first}.weight"])
+    latent = weights.stacked([f"{prefix}.kv_a_proj_with_mqa.weight"])
+    bias = None
+    if module.kv_a_proj_with_mqa.bias is not None:
+        # Only the compressed projection has a bias.
+        bias = (
+            weights.stacked([f"{prefix}.q_a_proj.bias"])
+            if compressed
+            else query.new_zeros(query.shape[0])
+        )
+        latent_bias = weights.stacked([f"{prefix}.kv_a_proj_with_mqa.bias"])
+        bias = torch.cat(
+            (bias, _halves(latent_bias, rank, rope_dim) if interleaved else latent_bias)
+        )
+    up = weights.stacked([f"{prefix}.q_b_proj.weight"]) if compressed else None
+    if interleaved:
+        latent = _halves(latent, rank, rope_dim)
+        if up is not None:
+            up = _head_halves(up, heads, nope, rope_dim)
+        else:
+            query = _head_halves(query, heads, nope, rope_dim)
+    kv_b = weights.stacked([f"{prefix}.kv_b_proj.weight"]).view(heads, -1, rank)
+    key_up, value_up = kv_b[:, :nope].contiguous(), kv_b[:, nope:].contiguous()
+    weights.nbytes += kv_b.nbytes
+    norm = f"{prefix}.q_a_layernorm.weight"
+    return LatentAttention(
+        down=weights.make(torch.cat((query, latent)), bias),
+        q_norm=_norm(module.q_a_layernorm, norm, weights) if compressed else None,
+        q_up=weights.make(up, None) if up is not None else None,
+        kv_norm=_norm(module.kv_a_layernorm, f"{prefix}.kv_a_layernorm.weight", weights),
+        key_up=key_up,
+        value_up=value_up,
+        heads=heads,
+        nope_dim=nope,
+        rope_dim=rope_dim,
+        scale=module.scaling,
+        group=group,
+        rope=rope,
+        interleaved=interleaved,
+    )
+
+
+def _norm(module: Any, name: str, weights: Weights) -> RMSNorm:
+    return RMSNorm(weights.dense(name, torch.float32), module.variance_epsilon)
+
+
+def _head_halves(weight: torch.Tensor, heads: int, nope: int, rope_dim: int) -> torch.Tensor:
+    per_head = weight.view(heads, nope + rope_dim, -1)
+    return _halves(per_head, nope, rope_dim, axis=1).flatten(0, 1)
+
+
+def _halves(weight: torch.Tensor, before: int, rope_dim: int, axis: int = 0) -> torch.Tensor:
+    """Bring the rotary rows behind ``before`` from pairs (x0, y0, x1, y1, …) into halves
+    (x0, x1, …, y0, y1, …): the dot product of queries and keys stays the same."""
+    turned = torch.arange(rope_dim).view(-1, 2).t().reshape(-1) + before
+    order = torch.cat((torch.arange(before), turned)).to(weight.device)
+    return weight.index_select(axis, order)

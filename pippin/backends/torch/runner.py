@@ -1,0 +1,229 @@
+"""A stage on torch: loads layers [a, b) of a model and runs step plans."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from pippin.backends.torch.batch import BatchBuilder
+from pippin.backends.torch.device import DeviceChoice, choose_device, dtype_name, free_memory
+from pippin.backends.torch.model import StageModel, build, read_config
+from pippin.backends.torch.sampler import TorchSampler
+from pippin.backends.torch.weights import Weights
+from pippin.config import CacheConfig, Config
+from pippin.errors import OutOfMemory
+from pippin.models.checkpoint import Checkpoint, open_checkpoint
+from pippin.models.files import ModelFiles
+from pippin.types.model import ModelInfo
+from pippin.types.step import Chunk, StepPlan
+
+logger = logging.getLogger(__name__)
+
+#: On CPU, memory is shared with everything else: the pool ends at so many full-length requests.
+_CPU_KV_REQUESTS = 64
+#: ... or at so many tokens, where requests can be very long.
+_CPU_KV_TOKENS = 1 << 20
+
+
+class TorchRunner:
+    """A ``backends.base.StageRunner``."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        info: ModelInfo,
+        choice: DeviceChoice,
+        cache: CacheConfig,
+        reason: str,
+    ) -> None:
+        self.info = info
+        self.device = choice.description
+        self.reason = reason
+        self._model = model
+        self._device = choice.device
+        self._cache = cache
+        self._builder: BatchBuilder | None = None
+        self.sampler = TorchSampler(info.vocab_size, choice.device)
+
+    def available_kv_bytes(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+        """See ``StageRunner``. Runs the largest prefill step and the largest decode step once, with
+        pools just large enough for them. Raises ``OutOfMemory`` if they do not fit."""
+        _, total = free_memory(self._device)
+        peak = self._profile(max_num_batched_tokens, max_num_seqs)
+        free, _ = free_memory(self._device)
+        share = self._cache.gpu_memory_utilization
+        if self._device.type == "cpu":
+            available = int(free * share) - peak
+            per_token = sum(group.bytes_per_token for group in self.info.kv_groups)
+            longest = self.info.max_position_embeddings
+            tokens = max(min(_CPU_KV_REQUESTS * longest, _CPU_KV_TOKENS), longest)
+            available = min(available, tokens * per_token)
+        else:
+            available = int(free - (1 - share) * total) - peak
+        if available <= 0:
+            raise OutOfMemory(
+                f"nothing is left for the KV cache: {free / 2**30:.2f} GiB free,"
+                f" {peak / 2**30:.2f} GiB needed by the largest step",
+                hint="use a smaller or quantised model, lower --max-num-batched-tokens,"
+                " or raise --gpu-memory-utilization",
+            )
+        return available
+
+    def allocate_kv(self, num_blocks: tuple[int, ...], block_size: int) -> None:
+        try:
+            self._model.allocate(num_blocks, block_size, self._device)
+        except RuntimeError as error:  # torch's CPU allocator has no class of its own for this.
+            raise OutOfMemory(
+                f"the KV cache of {num_blocks} blocks could not be allocated: {error}",
+                hint="lower --gpu-memory-utilization or --max-model-len",
+            ) from error
+        windows = [group.window for group in self.info.kv_groups]
+        self._builder = BatchBuilder(windows, block_size, self._device, self._model.dtype)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, hidden: torch.Tensor | None = None) -> torch.Tensor | None:
+        """See ``StageRunner``. A stage behind the first takes the ``hidden`` [T, hidden_size] that
+        the one before returned; a stage that is not the last returns that instead of logits."""
+        assert self._builder is not None, "allocate_kv comes first"
+        return self._model.forward(self._builder.build(plan), hidden)
+
+    def close(self) -> None:
+        """Free weights and pools."""
+        self._model.layers.clear()
+        self._builder = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _profile(self, tokens: int, sequences: int) -> int:
+        """Bytes that the largest steps take beyond weights and pools."""
+        tokens = max(1, min(tokens, self.info.max_position_embeddings))
+        block_size = self._cache.block_size
+        blocks = -(-max(tokens, sequences * block_size) // block_size)
+        groups = len(self.info.kv_groups)
+        self.allocate_kv((blocks,) * groups, block_size)
+        before = self._resident()
+        try:
+            for plan in _largest_steps(tokens, sequences, block_size, groups):
+                self._run_blank(plan)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"a step of {tokens} tokens does not fit beside the weights: {error}",
+                hint="lower --max-num-batched-tokens, or use a smaller or quantised model",
+            ) from error
+        peak = self._peak(before)
+        self.allocate_kv((1,) * groups, block_size)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return peak
+
+    def _run_blank(self, plan: StepPlan) -> float:
+        """Run a plan without a stage before this one; returns seconds."""
+        started = time.perf_counter()
+        hidden = None
+        if self._model.embedding is None:
+            hidden = torch.zeros(
+                plan.num_tokens,
+                self.info.hidden_size,
+                dtype=self._model.dtype,
+                device=self._device,
+            )
+        self.execute(plan, hidden)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
+
+    def _resident(self) -> int:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return torch.cuda.memory_allocated(self._device)
+        return free_memory(self._device)[0]
+
+    def _peak(self, before: int) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - before
+        # The allocator keeps what the step needed, so the loss of free memory shows it.
+        return max(before - free_memory(self._device)[0], 0)
+
+
+def load(
+    config: Config, files: ModelFiles, *, first_layer: int = 0, last_layer: int | None = None
+) -> TorchRunner:
+    """Load layers [first_layer, last_layer) of a model.
+
+    Raises ``UnsupportedModel``, ``ModelInvalid``, ``ConfigError`` or ``OutOfMemory``.
+    """
+    return load_checkpoint(
+        config,
+        open_checkpoint(files),
+        name=files.name,
+        fingerprint=files.fingerprint,
+        first_layer=first_layer,
+        last_layer=last_layer,
+    )
+
+
+def load_checkpoint(
+    config: Config,
+    checkpoint: Checkpoint,
+    *,
+    name: str,
+    fingerprint: str,
+    first_layer: int = 0,
+    last_layer: int | None = None,
+) -> TorchRunner:
+    """As ``load``, from an open checkpoint."""
+    model_config = read_config(checkpoint.config)
+    choice = choose_device(config, checkpoint.config)
+    last = model_config.num_hidden_layers if last_layer is None else last_layer
+    weights = Weights(checkpoint, choice.device, choice.dtype)
+    try:
+        model = build(model_config, weights, first_layer, last)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"the weights do not fit on {choice.description}: {error}",
+            hint="use a smaller or quantised model, or more machines",
+        ) from error
+    reasons = [choice.reason, *weights.reasons]
+    info = ModelInfo(
+        name=name,
+        architecture=_architecture(checkpoint),
+        num_layers=model_config.num_hidden_layers,
+        hidden_size=model_config.hidden_size,
+        vocab_size=model_config.vocab_size,
+        max_position_embeddings=model_config.max_position_embeddings,
+        dtype=dtype_name(choice.dtype),
+        quantization=checkpoint.quantization if weights.kept_quantized else None,
+        weights_bytes=weights.nbytes,
+        fingerprint=f"{fingerprint}-{dtype_name(choice.dtype)}",
+        kv_groups=model.groups,
+    )
+    return TorchRunner(model, info, choice, config.cache, "; ".join(reasons))
+
+
+def _architecture(checkpoint: Checkpoint) -> str:
+    named: Sequence[str] = checkpoint.config.get("architectures") or ()
+    return named[0] if named else str(checkpoint.config.get("model_type"))
+
+
+def _largest_steps(
+    tokens: int, sequences: int, block_size: int, groups: int
+) -> tuple[StepPlan, StepPlan]:
+    """One prompt of ``tokens`` tokens; then ``sequences`` decodes."""
+    sequences = max(1, sequences)
+    prompt = Chunk(
+        seq=0,
+        start=0,
+        token_ids=[0] * tokens,
+        new_blocks=(tuple(range(-(-tokens // block_size))),) * groups,
+        num_logits=1,
+    )
+    decodes = tuple(
+        Chunk(seq=i + 1, start=0, token_ids=[0], new_blocks=((i,),) * groups, num_logits=1)
+        for i in range(sequences)
+    )
+    return StepPlan(step=0, chunks=(prompt,)), StepPlan(step=1, chunks=decodes, freed=(0,))
