@@ -48,6 +48,12 @@ class TokenizerParts:
     vocab_size: int = 0
 
 
+def encode(backend: Backend, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Token ids of one text. Other Python threads run meanwhile, unlike in ``Backend.encode``."""
+    encoded = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoded[0].ids)
+
+
 def end_of_turn_ids(backend: Backend, chat_templates: Mapping[str, str]) -> list[int]:
     """Ids of the end-of-turn tokens that the chat templates write."""
     text = "\n".join(chat_templates.values())

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pippin.errors import InvalidRequest
+from pippin.errors import InvalidRequest, NotSupported
 
 #: Names under which reasoning of former turns is passed; templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -22,10 +22,15 @@ _MEDIA_PARTS = (
     "image_url",
     "input_image",
     "image",
+    "image_embeds",
+    "image_pil",
     "input_audio",
+    "audio",
     "audio_url",
+    "video",
     "video_url",
     "file",
+    "input_file",
 )
 
 
@@ -33,7 +38,8 @@ def normalize(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Fresh, plain copies: content is text, a list of text parts, or None beside tool calls.
 
     Keys that are None are left out; arguments of tool calls become objects, as vLLM does.
-    Raises ``InvalidRequest`` naming the message and what is wrong with it.
+    Raises ``InvalidRequest`` naming the message and what is wrong with it, ``NotSupported`` for
+    parts that are not text.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequest("messages must be a non-empty list of messages.", param="messages")
@@ -50,6 +56,10 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = plain.get("role")
     if not isinstance(role, str) or not role:
         raise _bad(f"{where}.role", "must be a string")
+    if "function_call" in plain and not plain.get("tool_calls"):  # the older form of one call
+        plain["tool_calls"] = [{"type": "function", "function": plain.pop("function_call")}]
+    if not plain.get("tool_calls", True):
+        del plain["tool_calls"]  # templates test for the key
     if "tool_calls" in plain:
         plain["tool_calls"] = _tool_calls(plain["tool_calls"], f"{where}.tool_calls")
     reasoning = next((plain[name] for name in _REASONING if name in plain), None)
@@ -64,10 +74,12 @@ def _content(message: Mapping[str, Any], where: str, has_reasoning: bool) -> Any
     if isinstance(content, str):
         return content
     if isinstance(content, list):
+        if not content:
+            raise _bad(f"{where}.content", "must not be an empty list")
         return [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
     if content is not None:
         raise _bad(f"{where}.content", "must be a string or a list of parts")
-    instead = message.get("tool_calls") or message.get("function_call") or has_reasoning
+    instead = message.get("tool_calls") or has_reasoning
     if message["role"] == "assistant" and isinstance(message.get("refusal"), str):
         return message["refusal"]
     if message["role"] != "assistant" or not instead:
@@ -82,7 +94,9 @@ def _part(part: Any, where: str) -> dict[str, str]:
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in _MEDIA_PARTS:
-        raise _bad(where, f"is of type '{kind}', but this model takes text only")
+        raise NotSupported(
+            f"{where} is of type '{kind}', but this model takes text only.", param=where
+        )
     key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if key is None:
         raise _bad(f"{where}.type", "must be 'text'")
@@ -145,4 +159,4 @@ def _plain(value: Any) -> Any:
 
 
 def _bad(where: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{where} {why}.", param="messages")
+    return InvalidRequest(f"{where} {why}.", param=where)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 import jinja2
 import jinja2.ext
@@ -64,6 +64,17 @@ _TEMPLATE_ERRORS = (
 )
 
 
+class ChatOptions(TypedDict, total=False):
+    """What ``ChatTemplates.render`` takes beside the messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template: str | None
+    template_kwargs: Mapping[str, Any] | None
+
+
 class ChatTemplates:
     """The templates of one model, by name."""
 
@@ -94,12 +105,14 @@ class ChatTemplates:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        prepare: Callable[[list[dict[str, Any]]], None] = lambda chat: None,
     ) -> str:
         """Render ``messages`` (OpenAI's wire format).
 
         ``continue_final_message`` leaves the last message open; not together with
         ``add_generation_prompt``. ``chat_template``: the name of one of the model's templates, or
         a template where the operator trusts those of clients. ``template_kwargs``: more variables.
+        ``prepare`` may change the checked messages before they are rendered.
         Raises ``InvalidRequest`` for messages that are malformed or that the template refuses.
         """
         if add_generation_prompt and continue_final_message:
@@ -116,6 +129,7 @@ class ChatTemplates:
         template = self._pick(chat_template, bool(tools))
         chat = normalize(messages)
         template.adapt(chat)
+        prepare(chat)
         if continue_final_message:
             _mark_end(chat[-1])
         text = template.render(
@@ -263,6 +277,16 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _TemplateDict:
+    """``dict(...)`` and ``dict.fromkeys`` without the class itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
 class _TemplateNamespace(Namespace):
     """A namespace without underscore names, which would reach Python's internals."""
 
@@ -313,5 +337,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
+    env.globals["dict"] = _TemplateDict()
     env.globals["namespace"] = _TemplateNamespace
     return env

@@ -7,15 +7,16 @@ of the text that may still become a stop string. Nothing else waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
+from pippin.server.token_bytes import incomplete_tail
 from pippin.server.tokenizer import Tokenizer
 from pippin.types.request import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class DetokenizedStep:
+class DetokenizedStep(msgspec.Struct, frozen=True):
     """What one ``push`` brought."""
 
     text: str
@@ -225,7 +226,7 @@ class ByteDecoder:
         self._borrowed = self._prompt_tail(prompt_token_ids)
         self._pending = self._borrowed
         self._at_start = tokenizer.bytes.strips_first_space and all(
-            token_id in tokenizer.bytes.special_ids for token_id in prompt_token_ids
+            token_id in self._hidden for token_id in prompt_token_ids
         )
 
     def _prompt_tail(self, prompt_token_ids: Sequence[int]) -> bytes:
@@ -259,7 +260,7 @@ class ByteDecoder:
     def _join(self, new: bytes) -> str:
         data = self._pending + new
         if self._borrowed:
-            if not data.startswith(self._borrowed) or incomplete_tail(data) == data:
+            if incomplete_tail(data) == data:
                 self._pending = data
                 return ""
             borrowed, self._borrowed = self._borrowed, b""
@@ -292,21 +293,6 @@ def _completes(data: bytes, borrowed: int) -> bool:
     return False
 
 
-def incomplete_tail(data: bytes) -> bytes:
-    """The end of ``data`` that begins a UTF-8 character and may still become one."""
-    for length in range(1, min(3, len(data)) + 1):
-        lead = data[-length]
-        if lead & 0xC0 == 0x80:
-            continue
-        tail = data[-length:]
-        try:
-            tail.decode()
-        except UnicodeDecodeError as error:
-            return tail if error.reason == "unexpected end of data" else b""
-        return b""
-    return b""
-
-
 class WindowDecoder:
     """For any other tokenizer: decode the last tokens with and without the new one.
 
@@ -334,6 +320,8 @@ class WindowDecoder:
         return self._tokenizer.bytes[token_id]
 
     def push(self, token_id: int) -> str:
+        if self._skip and token_id in self._tokenizer.bytes.special_ids:
+            return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if len(text) <= len(self._prefix) or text.endswith("\ufffd"):

@@ -42,15 +42,9 @@ class TokenBytes:
         """Whether a decoded text is the tokens' bytes joined."""
         self.strips_first_space = self.exact and any(map(_strips_first_space, self._steps))
         """Whether the decoder drops one space at the very start of a text."""
-        self._added = {
-            token_id: token.content
-            for token_id, token in backend.get_added_tokens_decoder().items()
-        }
-        self.special_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def __getitem__(self, token_id: int) -> bytes:
         """Bytes of a token; nothing for an id that is not in the vocabulary."""
@@ -63,13 +57,15 @@ class TokenBytes:
         return b"".join([self[token_id] for token_id in token_ids])
 
     def _work_out(self, token_id: int) -> bytes:
-        added = self._added.get(token_id)
-        if added is not None:
-            return added.encode()
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
+        if not self.exact:
+            text = self._backend.decode([token_id], skip_special_tokens=False)
+            return str(text).encode()
         if self.byte_level:
+            if token_id in self._added:
+                return str(token).encode()
             try:
                 return bytes([self._alphabet[char] for char in token])
             except KeyError:  # a token that was added outside the byte alphabet
@@ -123,3 +119,18 @@ def _is_byte(token: str) -> bool:
         and token.endswith(">")
         and all(char in "0123456789ABCDEFabcdef" for char in token[3:5])
     )
+
+
+def incomplete_tail(data: bytes) -> bytes:
+    """The end of ``data`` that begins a UTF-8 character and may still become one."""
+    for length in range(1, min(3, len(data)) + 1):
+        lead = data[-length]
+        if lead & 0xC0 == 0x80:
+            continue
+        tail = data[-length:]
+        try:
+            tail.decode()
+        except UnicodeDecodeError as error:
+            return tail if error.reason == "unexpected end of data" else b""
+        return b""
+    return b""

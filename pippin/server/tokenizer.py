@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from pippin.config import environment
 from pippin.errors import InvalidRequest, ModelInvalid
 from pippin.models.files import ModelFiles, resolve
 from pippin.models.gguf_tokenizer import read_gguf
 from pippin.models.tokenizer_files import read_directory
-from pippin.models.tokenizer_parts import TokenizerParts
-from pippin.server.chat_template import ChatTemplates
-from pippin.server.token_bytes import TokenBytes
+from pippin.models.tokenizer_parts import TokenizerParts, encode
+from pippin.server.chat_template import ChatOptions, ChatTemplates
+from pippin.server.control_tokens import ControlTokens
+from pippin.server.token_bytes import TokenBytes, incomplete_tail
 
 
 def load_tokenizer(
@@ -73,6 +74,7 @@ class Tokenizer:
     ) -> None:
         self._backend = parts.backend
         self.bytes = TokenBytes(parts.backend)
+        self._control = ControlTokens(parts.backend)
         self.vocab_size = parts.vocab_size
         """Ids of the tokenizer are in [0, vocab_size); a model's head may have more rows."""
         self.bos_token_id = parts.bos_token_id
@@ -98,7 +100,7 @@ class Tokenizer:
         surrogates).
         """
         _check_unicode(text)
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return encode(self._backend, text, add_special_tokens=add_special_tokens)
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True
@@ -106,7 +108,9 @@ class Tokenizer:
         """As ``encode``, of several texts, on all cores."""
         for text in texts:
             _check_unicode(text)
-        encoded = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        encoded = self._backend.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
         return [list(one.ids) for one in encoded]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -121,6 +125,19 @@ class Tokenizer:
                     param="tokens",
                 )
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def decode_whole(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """As ``decode``, without a character that the last tokens begin and do not end.
+
+        The text of a prompt whose answer goes on inside a character: the answer brings it whole.
+        """
+        text = self.decode(token_ids, skip_special_tokens)
+        if not self.bytes.exact or not text.endswith("\ufffd"):
+            return text
+        hidden = self.bytes.special_ids if skip_special_tokens else frozenset()
+        data = b"".join(self.bytes[token_id] for token_id in token_ids if token_id not in hidden)
+        tail = incomplete_tail(data)
+        return data[: len(data) - len(tail)].decode("utf-8", "replace") if tail else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of one token; nothing for ids without a token."""
@@ -143,49 +160,33 @@ class Tokenizer:
         return found
 
     def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> list[int]:
-        """Token ids of a chat. Arguments and errors: ``ChatTemplates.render``."""
-        text = self.render_chat(
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            template_kwargs=template_kwargs,
-        )
-        return self.encode(text, add_special_tokens=False)
+        """Token ids of a chat; ``options`` and errors: ``ChatTemplates.render``.
+
+        Markers of control tokens in what users and tools wrote are encoded as text.
+        """
+        text, key = self._render(messages, options)
+        if key is None:
+            return self.encode(text, add_special_tokens=False)
+        _check_unicode(text)
+        return self._control.encode(text, key)
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> str:
         """The chat as the template writes it."""
-        return self._templates.render(
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            template_kwargs=template_kwargs,
+        text, key = self._render(messages, options)
+        return text if key is None else self._control.restore(text, key)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
+    ) -> tuple[str, str | None]:
+        keys: list[str | None] = []
+        text = self._templates.render(
+            messages, **options, prepare=lambda chat: keys.append(self._control.hide(chat))
         )
+        return text, keys[0]
 
     def bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences to ban: each word at the start of a text, behind a space, and inside.
