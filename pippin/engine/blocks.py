@@ -28,6 +28,19 @@ def window_blocks(window: int, chunk: int, block_size: int) -> int:
     return blocks_for(window + chunk - 2, block_size) + 1
 
 
+def blocks_needed(
+    groups: tuple[KVGroup, ...], num_tokens: int, block_size: int, chunk: int
+) -> list[int]:
+    """Per group: most blocks that a sequence holds which runs in chunks of ``chunk`` tokens."""
+    total = blocks_for(num_tokens, block_size)
+    return [
+        total
+        if group.window is None
+        else min(total, window_blocks(group.window, chunk, block_size))
+        for group in groups
+    ]
+
+
 class KVCacheManager:
     """Gives blocks to sequences.
 
@@ -74,19 +87,11 @@ class KVCacheManager:
 
     def fits_alone(self, num_tokens: int) -> bool:
         """Whether a sequence can compute ``num_tokens`` positions with nothing beside it."""
-        return all(
-            need <= pool.num_blocks
-            for need, pool in zip(self._needs(num_tokens), self.pools, strict=True)
-        )
+        needs = self._needs(num_tokens)
+        return all(need <= pool.num_blocks for need, pool in zip(needs, self.pools, strict=True))
 
     def _needs(self, num_tokens: int) -> list[int]:
-        """Per group: blocks for ``num_tokens`` positions run in chunks of one block's tokens."""
-        size = self.block_size
-        total = blocks_for(num_tokens, size)
-        return [
-            total if window is None else min(total, window_blocks(window, size, size))
-            for window in self._windows
-        ]
+        return blocks_needed(self.groups, num_tokens, self.block_size, self.block_size)
 
     # Prefix cache
 

@@ -8,33 +8,35 @@ from collections import OrderedDict
 #: A sequence that starts behind a live one leaves it room to grow, at most this many blocks.
 GROWTH_BLOCKS = 64
 
-#: Cached blocks are evicted in batches of this share of the pool, so that runs come free.
-EVICTION_SHARE = 16
+#: Of the blocks that nobody uses, the share that may be allocated in any order.
+OPEN_SHARE = 2
 
-_FREE_RUN = re.compile(rb"\x01+")
+_OPEN_RUN = re.compile(rb"\x01+")
 
 
 class BlockPool:
     """Reference counts, prefix cache and run-preferring allocation of ``num_blocks`` blocks.
 
-    A block is *used* (referenced), *idle* (cached, unreferenced, evictable; least recently used
-    first) or *free*. Sequences get ascending runs where possible, because a backend reads a
-    contiguous sequence as a view instead of gathering it.
+    A block is *used* (referenced), *idle* (cached and lately used) or *open*. Open blocks may be
+    allocated; some still are in the cache, and are found there until they are. Idle blocks are
+    opened, least recently used first, so that about half of what is not used is open: enough to
+    choose from for long runs. Sequences get ascending runs where possible, because a backend reads
+    a contiguous sequence as a view instead of gathering it.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = bytearray(b"\x01" * num_blocks)
-        self._num_free = num_blocks
+        self._open = bytearray(b"\x01" * num_blocks)
+        self._num_open = num_blocks
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_available(self) -> int:
         """Blocks that can be allocated, cached ones included."""
-        return self._num_free + len(self._idle)
+        return self._num_open + len(self._idle)
 
     @property
     def num_used(self) -> int:
@@ -48,19 +50,23 @@ class BlockPool:
         return self._cached.get(key)
 
     def share(self, block: int) -> None:
-        """Take one more reference to a used or idle block."""
+        """Take one more reference to a used or cached block."""
         if self._refs[block] == 0:
-            del self._idle[block]
+            if self._open[block]:
+                self._open[block] = 0
+                self._num_open -= 1
+            else:
+                del self._idle[block]
         self._refs[block] += 1
 
     def release(self, block: int) -> None:
-        """Drop one reference. The last one makes the block idle if it is cached, else free."""
+        """Drop one reference. The last one makes the block idle if it is cached, else open."""
         self._refs[block] -= 1
         if self._refs[block]:
             return
         if self._hashes[block] is None:
-            self._free[block] = 1
-            self._num_free += 1
+            self._open[block] = 1
+            self._num_open += 1
         else:
             self._idle[block] = None
 
@@ -75,9 +81,11 @@ class BlockPool:
 
         ``count`` must not exceed ``num_available``.
         """
-        if count > self._num_free:
-            short = count - self._num_free
-            self._evict(max(short, min(len(self._idle), self.num_blocks // EVICTION_SHARE)))
+        wanted = max(count, self.num_available // OPEN_SHARE)
+        while self._num_open < wanted:
+            block, _ = self._idle.popitem(last=False)
+            self._open[block] = 1
+            self._num_open += 1
         blocks: list[int] = []
         if after >= 0:
             self._take(after + 1, count, blocks)
@@ -87,24 +95,27 @@ class BlockPool:
         return blocks
 
     def _take(self, start: int, count: int, blocks: list[int]) -> None:
-        """Append free blocks ``start, start + 1, …`` up to ``count`` or the first that is not."""
-        free, refs = self._free, self._refs
+        """Append open blocks ``start, start + 1, …`` up to ``count`` or the first that is not."""
         end = min(start + count, self.num_blocks)
         block = start
-        while block < end and free[block]:
-            free[block] = 0
-            refs[block] = 1
+        while block < end and self._open[block]:
+            self._open[block] = 0
+            self._refs[block] = 1
+            key = self._hashes[block]
+            if key is not None:
+                del self._cached[key]
+                self._hashes[block] = None
             blocks.append(block)
             block += 1
-        self._num_free -= block - start
+        self._num_open -= block - start
 
     def _best_start(self, count: int) -> int:
-        """Where ``count`` blocks should start: in the longest free run.
+        """Where ``count`` blocks should start: in the longest open run.
 
         Not at its head if a live sequence ends there and there is space for both.
         """
         start = length = 0
-        for run in _FREE_RUN.finditer(self._free):
+        for run in _OPEN_RUN.finditer(self._open):
             size = run.end() - run.start()
             if size > length:
                 start, length = run.start(), size
@@ -112,28 +123,15 @@ class BlockPool:
             start += min((length - count) // 2, GROWTH_BLOCKS)
         return start
 
-    def _evict(self, count: int) -> None:
-        for _ in range(count):
-            block, _ = self._idle.popitem(last=False)
-            key = self._hashes[block]
-            assert key is not None
-            del self._cached[key]
-            self._hashes[block] = None
-            self._free[block] = 1
-        self._num_free += count
-
     def check(self, holders: dict[int, int]) -> None:
         """Assert that the books agree with ``holders``: references per block, counted elsewhere."""
         for block in range(self.num_blocks):
             refs = holders.get(block, 0)
             assert self._refs[block] == refs, f"block {block}: {self._refs[block]} != {refs}"
             idle = block in self._idle
-            assert bool(self._free[block]) + idle + (refs > 0) == 1, (
-                f"block {block} is in two states"
-            )
+            assert bool(self._open[block]) + idle + (refs > 0) == 1, f"block {block} in two states"
             key = self._hashes[block]
             assert key is None or self._cached[key] == block
             assert not (idle and key is None)
-            assert not (self._free[block] and key is not None)
-        assert self._num_free == sum(self._free)
+        assert self._num_open == sum(self._open)
         assert len(self._cached) == sum(key is not None for key in self._hashes)

@@ -196,6 +196,7 @@ class Scheduler:
                 withheld.append(seq)
         if withheld:
             self._turn = next((i for i, s in enumerate(self._running) if s is withheld[0]), 0)
+        step.mixed = decoders > 0
         step.seconds = self._budget.allowance(decoders, context)
         return prefills, withheld
 
@@ -234,9 +235,10 @@ class Scheduler:
     def _chunk(self, step: StepBuilder, seq: Sequence, start: int) -> int:
         """Tokens from ``start`` on that the budget allows; the first prompt always gets some."""
         wanted = min(len(seq.tokens) - start, self._rows_left(step, seq))
-        count = self._budget.chunk(step.seconds, start, wanted, step.tokens_left)
+        budget = self._budget
+        count = budget.chunk(step.seconds, start, wanted, step.tokens_left, mixed=step.mixed)
         if not count and not step.prefill_tokens:
-            count = min(wanted, self._kv.block_size, step.tokens_left)
+            count = budget.least_chunk(wanted, step.tokens_left)
         return count
 
     def _prefill(self, step: StepBuilder, seq: Sequence, count: int) -> None:
@@ -251,7 +253,7 @@ class Scheduler:
         start = seq.num_scheduled
         self._kv.extend(seq, start + count)
         step.add_prefill(seq, count, self._kv.take_new_blocks(seq))
-        step.seconds -= self._budget.prefill_seconds(start, count)
+        step.seconds -= self._budget.prefill_seconds(start, count, mixed=step.mixed)
 
     def _admit(self, step: StepBuilder, now: float) -> None:
         """Start waiting sequences, first come first served.

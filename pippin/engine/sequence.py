@@ -37,7 +37,7 @@ class Sequence:
     """Prompt and output."""
     num_prompt: int = field(init=False)
     wants_token: bool = field(init=False)
-    """Tokens are to be sampled; not so when scoring a prompt, or if a moved request has them all."""
+    """Tokens are to be sampled: not when scoring a prompt, nor if a moved request has them all."""
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
     """Number in the plans, -1 while waiting."""

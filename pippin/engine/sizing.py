@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pippin.engine.blocks import blocks_for, window_blocks
+from pippin.engine.blocks import blocks_for, blocks_needed, window_blocks
 from pippin.errors import OutOfMemory
 from pippin.types.model import KVGroup
 
@@ -37,60 +37,47 @@ def size_kv(
     alone. Raises ``OutOfMemory`` if not one block fits.
     """
     block_bytes = [group.bytes_per_token * block_size for group in groups]
-
-    def smallest(length: int) -> list[int]:
-        blocks = blocks_for(length, block_size)
-        return [
-            blocks
-            if g.window is None
-            else min(blocks, window_blocks(g.window, block_size, block_size))
-            for g in groups
-        ]
-
-    def spread(blocks: int, sequences: int) -> list[int]:
-        """Blocks per group if a group that keeps everything gets ``blocks``."""
-        return [
-            blocks
-            if g.window is None or not keeping
-            else min(blocks, sequences * window_blocks(g.window, max_chunk, block_size))
-            for g in groups
-        ]
+    keeping = any(group.window is None for group in groups)
 
     def size(counts: list[int]) -> int:
         return sum(count * each for count, each in zip(counts, block_bytes, strict=True))
 
-    keeping = any(group.window is None for group in groups)
-    length = _largest(max_model_len, lambda n: size(smallest(n)) <= available_bytes)
+    def least(length: int) -> list[int]:
+        return blocks_needed(groups, length, block_size, block_size)
+
+    length = _largest(max_model_len, lambda n: size(least(n)) <= available_bytes)
     if length < min(block_size, max_model_len):
         raise OutOfMemory(
             f"{available_bytes} bytes are left for the KV cache; one block of {block_size} tokens"
             f" takes {sum(block_bytes)}.",
             hint="raise --gpu-memory-utilization, or use a smaller or quantised model",
         )
-    least = smallest(length)
 
-    def largest_for(sequences: int) -> list[int]:
-        most = available_bytes // max(1, min(block_bytes))
-        blocks = _largest(
-            most, lambda n: size(_at_least(spread(n, sequences), least)) <= available_bytes
-        )
-        return _at_least(spread(blocks, sequences), least)
+    def counts(blocks: int, sequences: int) -> list[int]:
+        """``blocks`` for groups that keep everything, enough for ``sequences`` for windows."""
+        windows = [
+            sequences * window_blocks(group.window, max_chunk, block_size)
+            if keeping and group.window is not None
+            else blocks
+            for group in groups
+        ]
+        return [
+            max(need, min(blocks, most)) for need, most in zip(least(length), windows, strict=True)
+        ]
 
-    def leaves_room(sequences: int) -> bool:
-        wanted = spread(blocks_for(length, block_size), sequences)
-        return size(_at_least(wanted, least)) <= available_bytes
+    def fits(blocks: int, sequences: int) -> bool:
+        return size(counts(blocks, sequences)) <= available_bytes
 
-    counts = largest_for(_largest(max_num_seqs, leaves_room))
+    longest = blocks_for(length, block_size)
+    sequences = _largest(max_num_seqs, lambda n: fits(longest, n))
+    blocks = _largest(available_bytes // max(1, min(block_bytes)), lambda n: fits(n, sequences))
+    found = counts(blocks, sequences)
     return KVSize(
-        num_blocks=tuple(counts),
-        kv_bytes=size(counts),
+        num_blocks=tuple(found),
+        kv_bytes=size(found),
         max_model_len=length,
-        kv_tokens=max(counts) * block_size if keeping else min(counts) * block_size,
+        kv_tokens=(max if keeping else min)(found) * block_size,
     )
-
-
-def _at_least(counts: list[int], least: list[int]) -> list[int]:
-    return [max(pair) for pair in zip(counts, least, strict=True)]
 
 
 def _largest(most: int, good: Callable[[int], bool]) -> int:

@@ -45,6 +45,8 @@ class StepBuilder:
         self.tokens_left = tokens_left
         self.seconds = 0.0
         """Prefill time that is left."""
+        self.mixed = False
+        """Sequences decode beside the prefill."""
         self.preempted = False
         self.num_rows = 0
         self.num_prompt_rows = 0

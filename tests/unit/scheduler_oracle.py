@@ -125,6 +125,7 @@ class FakeEngine:
         self._tables: dict[int, list[list[int]]] = {}
         self._sampler: dict[int, list[int]] = {}
         self._next_step = 0
+        self._known_prefixes: dict[str, list[bytes]] = {}
 
     # The client's side
 
@@ -253,7 +254,7 @@ class FakeEngine:
             tables = self._tables[chunk.seq]
             for table, new in zip(tables, chunk.new_blocks, strict=True):
                 table.extend(new)
-            prefixes = _prefixes(seq.request.cache_salt, seq.tokens[: chunk.end])
+            prefixes = self._prefixes(seq.request.request_id, seq.tokens)[: chunk.end]
             for group, table in enumerate(tables):
                 self._write(group, table, chunk.start, prefixes, used_before)
             sampled = [row for row in scheduled.rows if row.seq == chunk.seq]
@@ -264,7 +265,7 @@ class FakeEngine:
             rows += chunk.num_logits
         # Reads come after all writes of the step, as in a backend's layer.
         for chunk, seq in zip(plan.chunks, scheduled.sequences, strict=True):
-            prefixes = _prefixes(seq.request.cache_salt, seq.tokens[: chunk.end])
+            prefixes = self._prefixes(seq.request.request_id, seq.tokens)[: chunk.end]
             for group, table in enumerate(self._tables[chunk.seq]):
                 used |= self._read(group, table, chunk.start, prefixes)
                 self._check_held(group, seq.tables[group], seq.num_computed, chunk.end)
@@ -311,11 +312,11 @@ class FakeEngine:
             first = max(0, computed - reach + 1) // self.block_size
             assert held == -(-end // self.block_size) - first, "holds more than the window needs"
 
-
-def _prefixes(salt: str, tokens: Sequence[int]) -> list[bytes]:
-    parent = salt.encode()
-    prefixes = []
-    for token in tokens:
-        parent = hashlib.blake2b(parent + bytes([token]), digest_size=8).digest()
-        prefixes.append(parent)
-    return prefixes
+    def _prefixes(self, request_id: str, tokens: list[int]) -> list[bytes]:
+        """For each position, what stands for the tokens up to there."""
+        known = self._known_prefixes.setdefault(request_id, [])
+        parent = known[-1] if known else self.requests[request_id].cache_salt.encode()
+        for token in tokens[len(known) :]:
+            parent = hashlib.blake2b(parent + bytes([token]), digest_size=8).digest()
+            known.append(parent)
+        return known

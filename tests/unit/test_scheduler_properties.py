@@ -102,6 +102,6 @@ def test_crowded_pools(groups: tuple[KVGroup, ...], depth: int) -> None:
         max_num_batched_tokens=8,
     )
     for i in range(24):
-        engine.add(request(str(i), PREFIXES[i % 3][: 4 + i % 7] + [i % 12], 20))
+        engine.add(request(str(i), [*PREFIXES[i % 3][: 4 + i % 7], i % 12], 20))
     engine.run(depth)
     engine.check_results()
