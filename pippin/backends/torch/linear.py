@@ -66,7 +66,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN's packed kernels run here."""
     return (
         device.type == "cpu"
-        and torch._C.has_mkldnn
+        and torch._C._has_mkldnn
         and dtype in (torch.float32, torch.bfloat16)
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
