@@ -23,6 +23,9 @@ Int64 = npt.NDArray[np.int64]
 #: The least log probability that is reported: no -inf or NaN may reach JSON (vLLM's server, too).
 LOWEST_LOGPROB = -9999.0
 
+#: Largest top_k for which a row's best tokens are sorted out.
+MOST_CANDIDATES = 512
+
 
 class TokenCounts:
     """Distinct tokens of a sequence, each with the number of times it was generated."""
@@ -146,7 +149,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The rows that are drawn at random, and how the choice is limited. [rows] each."""
+    """Rows that are drawn at random, and what limits each choice. Arrays are [rows]."""
 
     rows: Int64
     """Places among the step's rows."""
@@ -157,13 +160,50 @@ class Limits:
     """Infinite where there is no limit."""
     log_min_p: Float32
     """-inf where there is no limit."""
+    checked: Int64
+    """Indices of those limited by top_k or top_p."""
+    partial: Int64
+    """Indices into ``checked`` of those whose top_p is a part of what top_k or min_p leave."""
 
-    @property
-    def limited(self) -> npt.NDArray[np.bool_]:
-        return (self.top_p < np.inf) | (self.log_min_p > -np.inf) | (self.top_k < _NO_LIMIT)
+    @staticmethod
+    def of(states: Sequence[SequenceState], rows: Sequence[int], vocab_size: int) -> Limits:
+        params = [states[r].params for r in rows]
+        return Limits.make(
+            rows=np.array(rows, dtype=np.int64),
+            temperature=_float32([p.temperature for p in params]),
+            top_k=np.array(
+                [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], np.int64
+            ),
+            top_p=_float32([p.top_p if p.top_p < 1.0 else math.inf for p in params]),
+            log_min_p=_float32([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]),
+            vocab_size=vocab_size,
+        )
 
+    @staticmethod
+    def make(
+        rows: Int64,
+        temperature: Float32,
+        top_k: Int64,
+        top_p: Float32,
+        log_min_p: Float32,
+        vocab_size: int,
+    ) -> Limits:
+        by_k, by_p = top_k < vocab_size, top_p < np.inf
+        checked = np.flatnonzero(by_k | by_p)
+        partial = np.flatnonzero((by_p & (by_k | (log_min_p > -np.inf)))[checked])
+        return Limits(rows, temperature, top_k, top_p, log_min_p, checked, partial)
 
-_NO_LIMIT = np.iinfo(np.int64).max
+    def take(self, some: Sequence[int], vocab_size: int) -> Limits:
+        """Those rows alone."""
+        at = np.array(some, dtype=np.int64)
+        return Limits.make(
+            self.rows[at],
+            self.temperature[at],
+            self.top_k[at],
+            self.top_p[at],
+            self.log_min_p[at],
+            vocab_size,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +215,10 @@ class Packed:
     """[rows, 2]"""
     greedy: Int64
     """Places of the rows that take the most likely token."""
-    random: Limits
+    few: Limits
+    """Rows with a top_k of at most ``MOST_CANDIDATES``: drawn among their best tokens."""
+    many: Limits
+    """The other rows."""
     bias: Entries
     allowed_rows: Int64
     allowed: Int64
@@ -191,7 +234,8 @@ def pack(states: Sequence[SequenceState], vocab_size: int) -> Packed:
     """Pack the sequences of a step, in the order of its rows."""
     rows = range(len(states))
     params = [state.params for state in states]
-    random = [r for r in rows if not states[r].greedy]
+    few = [r for r in rows if not states[r].greedy and 0 < params[r].top_k <= MOST_CANDIDATES]
+    greedy = [r for r in rows if states[r].greedy]
     biased = [
         (r, token, bias) for r in rows for token, bias in (params[r].logit_bias or {}).items()
     ]
@@ -199,20 +243,9 @@ def pack(states: Sequence[SequenceState], vocab_size: int) -> Packed:
     return Packed(
         states=tuple(states),
         streams=np.stack([state.streams for state in states]),
-        greedy=np.array([r for r in rows if states[r].greedy], dtype=np.int64),
-        random=Limits(
-            rows=np.array(random, dtype=np.int64),
-            temperature=_float32([params[r].temperature for r in random]),
-            top_k=np.array(
-                [params[r].top_k if params[r].top_k > 0 else _NO_LIMIT for r in random], np.int64
-            ),
-            top_p=_float32(
-                [params[r].top_p if params[r].top_p < 1.0 else math.inf for r in random]
-            ),
-            log_min_p=_float32(
-                [math.log(params[r].min_p) if params[r].min_p > 0 else -math.inf for r in random]
-            ),
-        ),
+        greedy=np.array(greedy, dtype=np.int64),
+        few=Limits.of(states, few, vocab_size),
+        many=Limits.of(states, sorted(set(rows).difference(few, greedy)), vocab_size),
         bias=Entries(
             index=np.array([r * vocab_size + token for r, token, _ in biased], dtype=np.int64),
             value=_float32([bias for _, _, bias in biased]),
