@@ -7,7 +7,6 @@ from pathlib import Path
 from gguf.constants import GGMLQuantizationType, LlamaFileType
 
 from pippin.errors import ModelInvalid, UnsupportedModel
-from pippin.models import gguf_blocks
 from pippin.models.gguf_config import make_config, read_metadata
 from pippin.models.gguf_file import GgufFile, split_files
 from pippin.models.gguf_names import recipes
@@ -38,10 +37,13 @@ class GgufCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         recipe = self._recipes[name]
-        parts = [
-            gguf_blocks.read(self._meta.tensors[source], recipe.expert) for source in recipe.sources
-        ]
-        return parts[0] if recipe.combine is None else recipe.combine(parts)
+        try:
+            return recipe(self._meta.tensors)
+        except ValueError as error:
+            raise ModelInvalid(
+                f"{self._meta.path}: {', '.join(recipe.sources)} do not fit the metadata: {error}",
+                hint="fetch the file again, or choose another one",
+            ) from error
 
     def _quantization(self) -> str | None:
         kinds = {tensor.kind for tensor in self._meta.tensors.values()}

@@ -59,6 +59,12 @@ def read(tensor: GgufTensor, index: int | None = None) -> Tensor:
     return DenseTensor(values.reshape(shape), "float32")
 
 
+def read_float32(tensor: GgufTensor, index: int | None = None) -> FloatArray:
+    """As ``read``, dequantised."""
+    part = read(tensor, index)
+    return part.dequantize() if isinstance(part, QuantizedTensor) else part.to_float32()
+
+
 def _affine(raw: Bytes, kind: GGMLQuantizationType) -> QuantizedTensor:
     bits, group, unpack = AFFINE[kind]
     _, size = GGML_QUANT_SIZES[kind]
@@ -180,6 +186,34 @@ def _q6_k(blocks: Bytes) -> Affine:
     return codes, scales, -32 * scales
 
 
+FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the values of e2m1, by code (OCP Microscaling Formats 1.0)."""
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4_CODES = np.array([value + 12 for value in FP4_DOUBLED], np.uint8)
+_IQ4_CODES = np.array([value + 127 for value in _IQ4_VALUES], np.uint8)
+"""Tables of few integers, shifted to start at 0: wider codes, but affine ones."""
+
+
+def _mxfp4(blocks: Bytes) -> Affine:
+    # An e8m0 exponent of value 2**(e - 127), halved because the integers are doubled.
+    scale = np.exp2(blocks[:, 0:1].astype(np.float32) - 128)
+    return _FP4_CODES[_nibbles(blocks[:, 1:])], scale, -12 * scale
+
+
+def _iq4_nl(blocks: Bytes) -> Affine:
+    scale = _half(blocks, 0)
+    return _IQ4_CODES[_nibbles(blocks[:, 2:])], scale, -127 * scale
+
+
+def _iq4_xs(blocks: Bytes) -> Affine:
+    low = np.stack([blocks[:, 4:8] & LOW, blocks[:, 4:8] >> FOUR], axis=2).reshape(-1, 8)
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
+    integer = (low | ((high.astype(np.uint8) & np.uint8(3)) << FOUR)).astype(np.float32) - 32
+    scales: FloatArray = _half(blocks, 0) * integer
+    codes = _nibbles(blocks[:, 8:136].reshape(-1, 16)).reshape(-1, 256)
+    return _IQ4_CODES[codes], scales, -127 * scales
+
+
 AFFINE: dict[GGMLQuantizationType, tuple[int, int, Callable[[Any], Affine]]] = {
     GGMLQuantizationType.Q4_0: (4, 32, _q4_0),
     GGMLQuantizationType.Q4_1: (4, 32, _q4_1),
@@ -191,5 +225,8 @@ AFFINE: dict[GGMLQuantizationType, tuple[int, int, Callable[[Any], Affine]]] = {
     GGMLQuantizationType.Q4_K: (4, 32, _q4_k),
     GGMLQuantizationType.Q5_K: (5, 32, _q5_k),
     GGMLQuantizationType.Q6_K: (6, 16, _q6_k),
+    GGMLQuantizationType.MXFP4: (5, 32, _mxfp4),
+    GGMLQuantizationType.IQ4_NL: (8, 32, _iq4_nl),
+    GGMLQuantizationType.IQ4_XS: (8, 32, _iq4_xs),
 }
 """Bits, group size and unpacking of each type that is affine in groups."""
