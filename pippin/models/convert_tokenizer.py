@@ -1,6 +1,6 @@
-"""``python -m pippin.models.convert_tokenizer DIRECTORY TARGET``: a slow tokenizer as one file.
+"""``python -P convert_tokenizer.py DIRECTORY TARGET``: a slow tokenizer as one file.
 
-A process of its own, so that the API process never holds transformers.
+A process of its own, so that the API process never holds transformers. Imports nothing of Pippin.
 """
 
 from __future__ import annotations

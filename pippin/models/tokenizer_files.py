@@ -1,8 +1,9 @@
 """Tokenizers of model directories: ``tokenizer.json`` and the files beside it.
 
-The API process reads them with ``tokenizers`` alone. Where there is only a slow tokenizer
-(``tokenizer.model``, or ``vocab.json`` with ``merges.txt``), transformers converts it once, in a
-process of its own, and the result is kept under Pippin's home.
+The API process reads them with ``tokenizers`` alone, SentencePiece BPE models as well. Where there
+is only another slow tokenizer (a unigram ``tokenizer.model``, or ``vocab.json`` with
+``merges.txt``), transformers converts it once, in a process of its own, and the result is kept
+under Pippin's home.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
 
 from pippin.errors import ModelInvalid
+from pippin.models.gguf_tokenizer import from_metadata
+from pippin.models.spm_model import read_bpe_model
 from pippin.models.tokenizer_parts import TokenizerParts, end_of_turn_ids
 
 logger = logging.getLogger(__name__)
@@ -64,11 +67,11 @@ def read_directory(path: Path, home: Path) -> TokenizerParts:
     """
     directory = path.parent if path.is_file() else path
     config = _read_json(directory / "tokenizer_config.json")
-    backend = _backend(path if path.is_file() else directory / "tokenizer.json", directory, home)
+    backend, special = _backend(path if path.is_file() else None, directory, home, config)
     backend.no_truncation()
     backend.no_padding()
-    _add_missing_tokens(backend, config)
-    special = _special_tokens(config, _read_json(directory / "special_tokens_map.json"))
+    _add_missing_tokens(backend, config, _read_json(directory / "added_tokens.json"))
+    special |= _special_tokens(config, _read_json(directory / "special_tokens_map.json"))
     _apply_flags(backend, config, special)
     templates = _chat_templates(directory, config)
     generation = _read_json(directory / "generation_config.json")
@@ -102,17 +105,37 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _backend(file: Path, directory: Path, home: Path) -> Tokenizer:
+def _backend(
+    file: Path | None, directory: Path, home: Path, config: Mapping[str, Any]
+) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer, and the special tokens that it names itself."""
+    if file is None:
+        file = directory / "tokenizer.json"
     if not file.is_file():
+        model = next(filter(Path.is_file, (directory / name for name in _SLOW_FILES[:3])), None)
+        metadata = None if model is None else read_bpe_model(model)
+        if metadata is not None:
+            return _of_bpe_model(metadata, str(model), config)
         file = _converted(directory, home)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ModelInvalid(f"cannot read {file}: {error}", hint=_HINT) from error
     try:
-        return Tokenizer.from_str(text)
+        return Tokenizer.from_str(text), {}
     except Exception as error:  # tokenizers raises no other class
         raise ModelInvalid(f"{file} is not a valid tokenizer: {error}", hint=_HINT) from error
+
+
+def _of_bpe_model(
+    metadata: Mapping[str, Any], name: str, config: Mapping[str, Any]
+) -> tuple[Tokenizer, dict[str, str]]:
+    parts = from_metadata(metadata, name)
+    if config.get("legacy") is False and metadata["tokenizer.ggml.add_space_prefix"]:
+        # Later Llama tokenizers put the space before the text only, not after each special token.
+        parts.backend.normalizer = None
+        parts.backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return parts.backend, dict(parts.special_tokens)
 
 
 def _converted(directory: Path, home: Path) -> Path:
@@ -131,7 +154,8 @@ def _converted(directory: Path, home: Path) -> Path:
     logger.info("converting the tokenizer of %s (once)", directory)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f"tokenizer.{os.getpid()}.json")
-    command = [sys.executable, "-m", "pippin.models.convert_tokenizer", str(directory)]
+    script = Path(__file__).with_name("convert_tokenizer.py")
+    command = [sys.executable, "-P", str(script), str(directory)]  # -P: our modules are not its own
     try:
         done = subprocess.run(
             [*command, str(scratch)],
@@ -186,10 +210,17 @@ def _added_tokens(config: Mapping[str, Any]) -> Iterator[tuple[int, AddedToken]]
             )
 
 
-def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Tokens that ``tokenizer_config.json`` adds to ``tokenizer.json``, in order of their ids."""
+def _add_missing_tokens(
+    backend: Tokenizer, config: Mapping[str, Any], older: Mapping[str, Any]
+) -> None:
+    """Tokens that ``tokenizer_config.json``, or the older ``added_tokens.json``, adds, by id."""
     present = backend.get_added_tokens_decoder()
-    for token_id, token in sorted(_added_tokens(config), key=lambda entry: entry[0]):
+    added = list(_added_tokens(config)) or [
+        (token_id, AddedToken(token, normalized=False))
+        for token, token_id in older.items()
+        if isinstance(token_id, int)
+    ]
+    for token_id, token in sorted(added, key=lambda entry: entry[0]):
         if token_id not in present:
             backend.add_tokens([token])
 
