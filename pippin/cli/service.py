@@ -118,8 +118,6 @@ class Service:
         finally:
             await client.close()
             self._engine.stop(1.0 if self._signals > 1 else 10.0)
-        if client.failure is not None:
-            raise client.failure
 
     def stop(self) -> None:
         """End ``run`` from any thread."""
@@ -150,6 +148,8 @@ class Service:
             for task in beside:
                 task.cancel()
             results = await asyncio.gather(*beside, return_exceptions=True)
+        if client.failure is not None:  # whatever else went wrong follows from it
+            raise client.failure
         for result in results:
             if isinstance(result, Exception):
                 raise result
