@@ -41,7 +41,8 @@ class TokenCounts:
             self.add(token)
 
     def add(self, token: int) -> None:
-        self._counts[self._find(token)] += 1.0
+        place = self._find(token)
+        self._counts[place] += 1.0
 
     def _find(self, token: int) -> int:
         place = self._place.get(token)
