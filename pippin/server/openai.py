@@ -213,7 +213,7 @@ def _shape(
         raise InvalidRequest(
             "prompt_logprobs are not available with stream.", param="prompt_logprobs"
         )
-    kind = (wire.response_format or {"type": "text"}).get("type")
+    kind = "text" if wire.response_format is None else wire.response_format.get("type")
     if kind in ("json_object", "json_schema", "structural_tag", "grammar"):
         raise NotSupported(
             f"response_format of type '{kind}' is not supported by this version.",

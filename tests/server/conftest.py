@@ -1,0 +1,45 @@
+"""Fixtures of the server's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from server_fakes import FakeEngine, LiveServer, make_tokenizer
+
+from pippin import config
+
+Start = Callable[..., LiveServer]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start servers with some configuration; they end with the test."""
+    servers: list[LiveServer] = []
+
+    def start(tokenizer: dict[str, Any] | None = None, **sections: Any) -> LiveServer:
+        sections.setdefault("model", {"model": "fake"})
+        made = LiveServer(config.build(sections), FakeEngine(), make_tokenizer(**tokenizer or {}))
+        servers.append(made)
+        return made
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[LiveServer]:
+    made = LiveServer(config.build({"model": {"model": "fake"}}), FakeEngine(), make_tokenizer())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def server(shared: LiveServer) -> Iterator[LiveServer]:
+    """One server for all tests that change nothing of it; its engine begins anew with each."""
+    shared.engine.reset()
+    yield shared
+    assert shared.app.service.admission.in_flight == 0
+    assert not shared.engine.running
