@@ -12,10 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.models.quant import QuantizedTensor
-from pippin.models.tensor import FloatArray
+from pippin.models.tensor import FloatArray, bfloat16_bits
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of a group of eight in each nibble of a word, lowest nibble first (AutoAWQ, "gemm")."""
+
+FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""The values of e2m1, by code."""
 
 
 def unpack(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
@@ -125,6 +128,24 @@ def _with_groups(
             raise ValueError("g_idx does not give every group the same number of columns")
         codes = codes[:, columns]
     return QuantizedTensor(np.ascontiguousarray(codes), scale, bias, bits, group_size, columns)
+
+
+def dequantize_mxfp4(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.uint16]:
+    """GPT-OSS's experts: ``blocks`` [experts, out, in / 32, 16] with two codes a byte (low half
+    first), ``scales`` [experts, out, in / 32] (e8m0). Returns bfloat16 bits [experts, in, out],
+    which hold the values exactly. Source: OCP Microscaling Formats 1.0.
+    """
+    if scales.shape != blocks.shape[:-1] or blocks.shape[-1] != 16:
+        raise ValueError(f"blocks {blocks.shape} and scales {scales.shape} do not fit")
+    experts, out, groups, _ = blocks.shape
+    result = np.empty((experts, groups * 32, out), np.uint16)
+    # One expert at a time: as float32 all of them may not fit in memory.
+    for expert in range(experts):
+        codes = np.stack([blocks[expert] & np.uint8(15), blocks[expert] >> np.uint8(4)], axis=-1)
+        values = FP4_VALUES[codes].reshape(out, groups, 32)
+        values = np.ldexp(values, scales[expert].astype(np.int32)[:, :, None] - 127)
+        result[expert] = bfloat16_bits(values.reshape(out, -1)).T
+    return result
 
 
 def dequantize_fp8(weight: FloatArray, scale: FloatArray, block: tuple[int, int]) -> FloatArray:

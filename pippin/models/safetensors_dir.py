@@ -22,6 +22,7 @@ _PARTS = {
     "awq": (".qweight", (".qweight", ".qzeros", ".scales")),
     "mlx": (".scales", (".weight", ".scales", ".biases")),
     "fp8": (".weight_scale_inv", (".weight", ".weight_scale_inv")),
+    "mxfp4": ("_blocks", ("_blocks", "_scales")),
 }
 """Per method: the suffix that marks a quantised module, and all suffixes that belong to it."""
 _VISION = ("vision", "visual", "multi_modal_projector", "mm_projector", "audio", "image_newline")
@@ -32,7 +33,7 @@ class _Source:
     """Where one hub parameter comes from."""
 
     module: str
-    """Stored name up to the last dot."""
+    """Stored name without the suffix."""
     suffix: str
     """``.weight`` and the like; not used where ``quantized``."""
     quantized: bool
@@ -107,24 +108,25 @@ class SafetensorsCheckpoint:
                 scale = floats(".weight_scale_inv")
                 weight = packed.dequantize_fp8(floats(".weight"), scale, (rows, columns))
                 return DenseTensor(weight, "float32")
+            case "mxfp4":
+                bits = packed.dequantize_mxfp4(words("_blocks"), words("_scales"))
+                return DenseTensor(bits, "bfloat16")
         raise AssertionError(self._method.method)
 
     def _find_sources(self, *, multimodal: bool) -> dict[str, _Source]:
         """Every hub parameter's source: packed modules as one weight, stacked experts apart."""
         marker, suffixes = _PARTS.get(self._method.method, ("", ()))
-        quantized = (
-            {name.removesuffix(marker) for name in self._file_of if name.endswith(marker)}
-            if marker
-            else set()
-        )
+        marked = [name for name in self._file_of if marker and name.endswith(marker)]
+        quantized = {name.removesuffix(marker) for name in marked}
         found: dict[str, _Source] = {}
         for stored in self._file_of:
-            module, dot, last = stored.rpartition(".")
-            suffix = dot + last
-            is_part = module in quantized and suffix in suffixes
+            module, suffix = _split(stored, suffixes)
+            is_part = suffix in suffixes and module in quantized
             if is_part and suffix != marker:
                 continue
-            name = _hub_name(module + (".weight" if is_part else suffix), multimodal)
+            # GPT-OSS's experts are parameters of their own, without a ".weight".
+            shown = "" if self._method.method == "mxfp4" else ".weight"
+            name = _hub_name(module + (shown if is_part else suffix), multimodal)
             if name is None:
                 continue
             if ".switch_mlp." not in name:
@@ -159,6 +161,15 @@ class SafetensorsCheckpoint:
                 f"{self._path}: {len(missing)} of {count} layers are missing, first {missing[0]}",
                 hint=_REFETCH,
             )
+
+
+def _split(name: str, suffixes: tuple[str, ...]) -> tuple[str, str]:
+    """Into a module and one of the suffixes, or the part behind the last dot."""
+    for suffix in suffixes:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), suffix
+    module, dot, last = name.rpartition(".")
+    return module, dot + last
 
 
 def _hub_name(name: str, multimodal: bool) -> str | None:

@@ -31,6 +31,7 @@ _DTYPES: dict[str, tuple[DenseDType, str]] = {
     "BOOL": ("bool", "?"),
 }
 _REFETCH = "fetch the file again, or compare its size and checksum with the source's"
+_LFS = b"version https://git-lfs"
 _MAX_HEADER = 100_000_000
 
 
@@ -56,6 +57,10 @@ class SafetensorsFile:
             raise ModelInvalid(f"{path} is truncated: it has {self.size} bytes", hint=_REFETCH)
         with path.open("rb") as stream:
             self._buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        if self._buffer[: len(_LFS)] == _LFS:
+            raise ModelInvalid(
+                f"{path} is a Git LFS pointer, not the weights", hint="git lfs pull fetches them"
+            )
         length = int.from_bytes(self._buffer[:8], "little")
         if length > _MAX_HEADER:
             raise ModelInvalid(
@@ -75,6 +80,8 @@ class SafetensorsFile:
     def tensor(self, name: str) -> DenseTensor:
         """A view of the mapped file. Raises ``KeyError``."""
         entry = self.entries[name]
+        if entry.nbytes == 0:
+            return DenseTensor(np.empty(entry.shape, entry.layout), entry.dtype)
         count = entry.nbytes // np.dtype(entry.layout).itemsize
         flat = np.frombuffer(self._buffer, entry.layout, count, entry.offset)
         return DenseTensor(flat.reshape(entry.shape), entry.dtype)
