@@ -9,6 +9,7 @@ import pytest
 from server_fakes import FakeEngine, LiveServer, make_tokenizer
 
 from pippin import config
+from pippin.clock import Clock
 
 Start = Callable[..., LiveServer]
 
@@ -18,9 +19,13 @@ def start() -> Iterator[Start]:
     """Start servers with some configuration; they end with the test."""
     servers: list[LiveServer] = []
 
-    def start(tokenizer: dict[str, Any] | None = None, **sections: Any) -> LiveServer:
+    def start(
+        tokenizer: dict[str, Any] | None = None, clock: Clock | None = None, **sections: Any
+    ) -> LiveServer:
         sections.setdefault("model", {"model": "fake"})
-        made = LiveServer(config.build(sections), FakeEngine(), make_tokenizer(**tokenizer or {}))
+        made = LiveServer(
+            config.build(sections), FakeEngine(), make_tokenizer(**tokenizer or {}), clock
+        )
         servers.append(made)
         return made
 

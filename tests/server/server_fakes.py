@@ -15,6 +15,7 @@ import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from pippin.clock import Clock
 from pippin.config import Config
 from pippin.errors import EngineUnavailable, PippinError
 from pippin.models.tokenizer_parts import TokenizerParts
@@ -95,6 +96,10 @@ class FakeEngine:
         self.errors: dict[int, str] = {}
         """By step: what every running sequence fails with then."""
         self.tokens_per_step = 1
+        self.pace_s = 0.0
+        self.hold_at: int | None = None
+        """The step before which everything holds."""
+        self.held: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.requests: list[Request] = []
         self.aborted: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.started: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -128,8 +133,11 @@ class FakeEngine:
         step = 0
         try:
             while left:
+                if step == self.hold_at:
+                    self.hold()
+                    self.held.put(step)
                 await self._may_go.wait()
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.pace_s)
                 outputs = [self._step(recital, step) for recital in left.values()]
                 for output in outputs:
                     if output.finish_reason is not None:
@@ -228,9 +236,15 @@ def logprobs(token: int, top: int) -> Logprobs:
 class LiveServer:
     """The real application on a real socket, in a thread with its own loop."""
 
-    def __init__(self, config: Config, engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: FakeEngine,
+        tokenizer: Tokenizer,
+        clock: Clock | None = None,
+    ) -> None:
         self.engine = engine
-        self.app: App = build_app(config, engine, tokenizer)
+        self.app: App = build_app(config, engine, tokenizer, clock)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.base = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self.server = uvicorn.Server(
