@@ -22,6 +22,11 @@ class Checkpoint(Protocol):
     quantization: str | None
     """E.g. ``gguf-q4_1``, ``gptq-4bit``, ``awq-4bit``, ``mlx-4bit``, ``fp8``. None: dense."""
 
+    @property
+    def num_parameters(self) -> int:
+        """Weights before quantisation, counted from headers."""
+        ...
+
     def names(self) -> frozenset[str]:
         """Hub parameter names (``model.layers.0.self_attn.q_proj.weight``).
 

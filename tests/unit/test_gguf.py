@@ -242,6 +242,7 @@ def test_llama(model: Path):
     assert checkpoint.config["tie_word_embeddings"] is True
     assert checkpoint.config["head_dim"] == 16
     source = llama_tensors()
+    assert checkpoint.num_parameters == sum(tensor.size for tensor in source.values())
     up = checkpoint.tensor("model.layers.1.mlp.up_proj.weight")
     assert isinstance(up, QuantizedTensor)
     assert (up.bits, up.group_size) == (8, 32)
