@@ -166,10 +166,12 @@ class Limits:
     partial: Int64
     """Indices into ``checked`` of those whose top_p is a part of what top_k or min_p leave."""
 
+    vocab_size: int
+
     @staticmethod
     def of(states: Sequence[SequenceState], rows: Sequence[int], vocab_size: int) -> Limits:
         params = [states[r].params for r in rows]
-        return Limits.make(
+        return Limits._make(
             rows=np.array(rows, dtype=np.int64),
             temperature=_float32([p.temperature for p in params]),
             top_k=np.array(
@@ -180,8 +182,19 @@ class Limits:
             vocab_size=vocab_size,
         )
 
+    def take(self, at: slice | Int64) -> Limits:
+        """Some of the rows."""
+        return Limits._make(
+            self.rows[at],
+            self.temperature[at],
+            self.top_k[at],
+            self.top_p[at],
+            self.log_min_p[at],
+            self.vocab_size,
+        )
+
     @staticmethod
-    def make(
+    def _make(
         rows: Int64,
         temperature: Float32,
         top_k: Int64,
@@ -192,19 +205,7 @@ class Limits:
         by_k, by_p = top_k < vocab_size, top_p < np.inf
         checked = np.flatnonzero(by_k | by_p)
         partial = np.flatnonzero((by_p & (by_k | (log_min_p > -np.inf)))[checked])
-        return Limits(rows, temperature, top_k, top_p, log_min_p, checked, partial)
-
-    def take(self, some: Sequence[int], vocab_size: int) -> Limits:
-        """Those rows alone."""
-        at = np.array(some, dtype=np.int64)
-        return Limits.make(
-            self.rows[at],
-            self.temperature[at],
-            self.top_k[at],
-            self.top_p[at],
-            self.log_min_p[at],
-            vocab_size,
-        )
+        return Limits(rows, temperature, top_k, top_p, log_min_p, checked, partial, vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

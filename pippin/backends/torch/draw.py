@@ -22,14 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pippin.backends.noise import (
-    LARGEST_U,
-    MULTIPLIER_1,
-    MULTIPLIER_2,
-    SMALLEST_U,
-    token_table,
-)
+from pippin.backends.noise import token_table
 from pippin.backends.sampler import Limits
+from pippin.backends.torch.noise import gumbel, noise_bits
 
 Put = Callable[[npt.NDArray[Any]], Tensor]
 
@@ -37,6 +32,12 @@ _INFINITY = float("inf")
 _BLOCK = 16
 #: Candidates beyond top_k, so that tokens tied with the last one are mostly among them.
 _TIES = 16
+#: Blocks evaluated to find a good sum, before all whose bound reaches it are.
+_FIRST = 8
+#: Elements of the logits that are worked on at once, which bounds the memory needed beside them:
+#: three times 4 bytes for each.
+_CPU_ELEMENTS = 1 << 21
+_ELEMENTS = 1 << 24
 #: Far above the rounding errors of a bound, far below any difference that matters for speed.
 _SLACK = 1e-4
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
@@ -44,7 +45,7 @@ _JUST_BELOW_ONE = 1.0 - 2.0**-24
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """``sampler.Limits`` on the device."""
+    """``sampler.Limits`` on the device, for the rows of one call."""
 
     host: Limits
     rows: Tensor
@@ -54,6 +55,7 @@ class DeviceLimits:
     top_p: Tensor
     log_min_p: Tensor
     checked: Tensor
+    partial: Tensor
     tempered: bool
     """Whether any temperature is not 1."""
 
@@ -67,6 +69,7 @@ class DeviceLimits:
             top_p=put(limits.top_p),
             log_min_p=put(limits.log_min_p),
             checked=put(limits.checked),
+            partial=put(limits.partial),
             tempered=bool((limits.temperature != 1.0).any()),
         )
 
@@ -105,6 +108,10 @@ class Drawer:
         self._vocab_size = vocab_size
         self._device = device
         self._table = self.put(token_table(vocab_size).view(np.int32))
+        elements = _CPU_ELEMENTS if device.type == "cpu" else _ELEMENTS
+        #: Most rows in one call of ``many``.
+        self.most_rows = max(1, elements // vocab_size)
+        self._buffers = [self._table.new_empty((0, vocab_size))] * 3
         self._blocks = -(-vocab_size // _BLOCK)
         self._in_block = -(-vocab_size // self._blocks)
         self._whole = (self._in_block - 1) * self._blocks
@@ -113,6 +120,18 @@ class Drawer:
 
     def put(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+    def _buffer(self, number: int, rows: int) -> Tensor:
+        """One of three int32 arrays [rows, vocab_size] that are kept from step to step.
+
+        Fresh memory of this size would be given back to the system and faulted in again each time,
+        which costs more than the arithmetic does.
+        """
+        if len(self._buffers[number]) < rows:
+            self._buffers[number] = torch.empty(
+                (rows, self._vocab_size), dtype=torch.int32, device=self._device
+            )
+        return self._buffers[number][:rows]
 
     def look(self, x: Tensor) -> Looked:
         """One pass over the logits, float32 [rows, vocab_size], contiguous."""
@@ -146,15 +165,13 @@ class Drawer:
             # Tokens tied with the last one may be missing from the candidates.
             unsure = ((kth == values[:, -1]) & (kth > -_INFINITY)).nonzero().flatten()
             if len(unsure):
-                some = DeviceLimits.make(
-                    limits.host.take(unsure.tolist(), self._vocab_size), self.put
-                )
+                some = DeviceLimits.make(limits.host.take(unsure.cpu().numpy()), self.put)
                 tokens[unsure] = self.many(looked, some, keys[unsure])
         return tokens
 
     def many(self, looked: Looked, limits: DeviceLimits, keys: Tensor) -> Tensor:
         """Draw with any limits. ``keys``: int32 [rows, 2] -> [rows]."""
-        bits = noise_bits(self._table, keys)
+        bits = noise_bits(self._table, keys, self._buffer(0, len(keys)), self._buffer(1, len(keys)))
         search = _Search(
             looked=looked,
             limits=limits,
@@ -189,8 +206,10 @@ class Drawer:
     def _next(self, search: _Search, which: Tensor) -> Tensor:
         """The best token with noise of those left, for the rows ``which`` of the search."""
         bounds = search.bounds[which]
-        ids, sums = self._sums(search, which, bounds.argmax(1))
-        found = sums.amax(1, keepdim=True)
+        count = min(_FIRST, self._blocks)
+        first = bounds.topk(count, 1, sorted=False).indices.reshape(-1)
+        _, sums = self._sums(search, which.repeat_interleave(count), first)
+        found = sums.view(len(which), -1).amax(1, keepdim=True)
         row, block = ((bounds >= found - _SLACK) & (bounds > -_INFINITY)).nonzero(as_tuple=True)
         ids, sums = self._sums(search, which[row], block)
         best = torch.full((len(which),), -_INFINITY, device=self._device)
@@ -210,25 +229,26 @@ class Drawer:
 
     def _check(self, search: _Search, tokens: Tensor) -> None:
         """Replace tokens outside top_k or top_p, until all are inside."""
-        limits = search.limits
+        limits, x = search.limits, search.looked.x
         checked = limits.checked
         rows = limits.rows[checked]
-        x = search.looked.x
-        x = x if len(rows) == len(x) else x[rows]
-        weights = x
+        scratch = self._buffer(1, len(rows)).view(torch.float32)
+        source = x if len(rows) == len(x) else torch.index_select(x, 0, rows, out=scratch)
         if limits.tempered:
-            weights = (x - search.looked.top[rows]).div_(limits.temperature[checked])
-        weights = torch.softmax(weights, 1)
+            source = torch.sub(source, search.looked.top[rows], out=scratch)
+            source /= limits.temperature[checked]
+        weights = self._buffer(2, len(rows)).view(torch.float32)
+        torch.softmax(source, 1, out=weights)
         allowance = limits.top_p[checked] * self._masses(search, weights)
         at = checked
         while True:
-            outside = self._outside(x, weights, allowance, limits.top_k[at], tokens[at])
+            rows = limits.rows[at]
+            outside = self._outside(x, rows, weights, allowance, limits.top_k[at], tokens[at])
             if not len(outside):
                 return
-            at, x = at[outside], x[outside]
-            weights, allowance = weights[outside], allowance[outside]
+            at, weights, allowance = at[outside], weights[outside], allowance[outside]
             search.last_id[at] = tokens[at]
-            search.last[at] = x.gather(1, tokens[at, None])[:, 0]
+            search.last[at] = x[limits.rows[at], tokens[at]]
             behind = search.looked.maxima[limits.rows[at]] < search.last[at, None]
             search.bounds[at] = search.bounds[at].masked_fill_(behind, -_INFINITY)
             tokens[at] = self._next(search, at)
@@ -237,31 +257,48 @@ class Drawer:
         """Probability left by min_p and top_k, of which top_p takes its part. [checked rows]."""
         limits = search.limits
         masses = torch.ones(len(weights), device=self._device)
-        for i in limits.host.partial.tolist():
-            at = int(limits.host.checked[i])
-            row = int(limits.host.rows[at])
-            scores = (search.looked.x[row] - search.looked.top[row]) / limits.temperature[at]
-            kept = weights[i] * (scores >= limits.log_min_p[at])
-            masses[i] = kept.topk(int(limits.host.top_k[at])).values.sum()
+        if len(limits.host.partial):
+            at = limits.checked[limits.partial]
+            rows = limits.rows[at]
+            scores = (search.looked.x[rows] - search.looked.top[rows]) / limits.temperature[at]
+            kept = weights[limits.partial] * (scores >= limits.log_min_p[at, None])
+            masses[limits.partial] = kept.sum(1)
+            for i, j in enumerate(limits.host.partial.tolist()):
+                top_k = int(limits.host.top_k[limits.host.checked[j]])
+                if top_k < self._vocab_size:
+                    masses[j] = kept[i].topk(top_k, sorted=False).values.sum()
         return masses
 
     def _outside(
-        self, x: Tensor, weights: Tensor, allowance: Tensor, top_k: Tensor, tokens: Tensor
+        self,
+        x: Tensor,
+        rows: Tensor,
+        weights: Tensor,
+        allowance: Tensor,
+        top_k: Tensor,
+        tokens: Tensor,
     ) -> Tensor:
-        """Indices of the rows whose token has too many tokens, or too much weight, before it."""
+        """Indices of ``rows`` whose token has too many tokens or too much weight before it."""
         own = weights.gather(1, tokens[:, None])
-        # Counts equal ones as before it, which may only be too much: one vectorised pass.
-        not_lighter = functional.threshold(weights / own, _JUST_BELOW_ONE, 0.0, inplace=True)
-        mass = (not_lighter.sum(1) - 1.0) * own[:, 0]
-        unsure = ((mass >= allowance) | (top_k < self._vocab_size)).nonzero().flatten()
+        # Two passes bound the weight before the token: with and without those that weigh the same.
+        ratios = torch.div(weights, own, out=self._buffer(1, len(rows)).view(torch.float32))
+        most = (_sum_above(ratios, _JUST_BELOW_ONE) - 1.0) * own[:, 0]
+        unsure = ((most >= allowance) | (top_k < self._vocab_size)).nonzero().flatten()
         if not len(unsure):
             return unsure
-        x, tokens = x[unsure], tokens[unsure, None]
-        value = x.gather(1, tokens)
-        before = (x > value) | ((x == value) & (self._ids < tokens))
-        rank = before.sum(1)
-        mass = (weights[unsure] * before).sum(1)
-        return unsure[(rank > 0) & ((rank >= top_k[unsure]) | (mass >= allowance[unsure]))]
+        weights, own, allowance = weights[unsure], own[unsure], allowance[unsure]
+        outside = _sum_above(weights / own, 1.0) * own[:, 0] >= allowance
+        left = (~outside).nonzero().flatten()
+        if len(left):
+            token = tokens[unsure[left], None]
+            line = x[rows[unsure[left]]]
+            value = line.gather(1, token)
+            before = (line > value) | ((line == value) & (self._ids < token))
+            rank = before.sum(1)
+            mass = (weights[left] * before).sum(1)
+            outside[left] = (rank >= top_k[unsure[left]]) | (mass >= allowance[left])
+            outside[left] &= rank > 0
+        return unsure[outside]
 
     def _best(self, looked: Looked, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The ``count`` best logits and their ids, in order. [rows, count] each."""
@@ -293,26 +330,6 @@ class Drawer:
         return lowest.scatter_reduce_(0, row, ids, "amin")
 
 
-def noise_bits(table: Tensor, keys: Tensor) -> Tensor:
-    """``noise.noise_bits`` in int32. ``table`` [tokens] or [rows, tokens], ``keys`` [rows, 2]."""
-    x = table + keys[:, :1]
-    shifted = x >> 16
-    x ^= shifted.bitwise_and_(0xFFFF)
-    x *= _signed(MULTIPLIER_1)
-    torch.bitwise_right_shift(x, 15, out=shifted)
-    x ^= shifted.bitwise_and_(0x1FFFF)
-    torch.add(keys[:, 1:], x, alpha=_signed(MULTIPLIER_2), out=x)
-    torch.bitwise_right_shift(x, 16, out=shifted)
-    x ^= shifted
-    return x.bitwise_and_(0x7FFFFFFF)
-
-
-def gumbel(bits: Tensor) -> Tensor:
-    """``noise.gumbel``: float32 of the same shape."""
-    u = bits.float().mul_(-(2.0**-31)).clamp_(-LARGEST_U, -SMALLEST_U)
-    return u.log1p_().neg_().log_().neg_()
-
-
-def _signed(value: int) -> int:
-    """The int32 with the same bits."""
-    return value - 2**32 if value >= 2**31 else value
+def _sum_above(x: Tensor, least: float) -> Tensor:
+    """Sum of each row's values above ``least``; ``x`` is overwritten."""
+    return functional.threshold(x, least, 0.0, inplace=True).sum(1)

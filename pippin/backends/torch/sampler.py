@@ -6,7 +6,7 @@ The order of operations is ``docs/sampling.md``'s: this file edits the logits, `
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from pippin.backends.sampler import (
     pack,
     penalties,
 )
-from pippin.backends.torch.draw import DeviceLimits, Drawer, Put
+from pippin.backends.torch.draw import DeviceLimits, Drawer, Looked
 from pippin.types.request import Logprobs
 
 logger = logging.getLogger(__name__)
@@ -73,11 +73,10 @@ class TorchSampler:
         chosen = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         if len(packed.greedy):
             chosen[batch.greedy] = self._drawer.greedy(looked, batch.greedy)
-        for draw, limits in ((self._drawer.few, batch.few), (self._drawer.many, batch.many)):
+        for draw, limits in batch.draws:
             places = limits.host.rows
-            if len(places):
-                keys = position_keys(packed.streams[places], np.array(positions)[places])
-                chosen[limits.rows] = draw(looked, limits, self._put(keys.view(np.int32)))
+            keys = position_keys(packed.streams[places], np.array(positions)[places])
+            chosen[limits.rows] = draw(looked, limits, self._put(keys.view(np.int32)))
         tokens: list[int] = chosen.tolist()
         for r in packed.recording:
             packed.states[r].append(tokens[r])
@@ -107,7 +106,7 @@ class TorchSampler:
     def _batch_of(self, seqs: tuple[int, ...]) -> _Batch:
         if self._batch is None or self._seqs != seqs:
             packed = pack([self._states[seq] for seq in seqs], self._vocab_size)
-            self._batch = _Batch.make(packed, self._put)
+            self._batch = _Batch.make(packed, self._drawer)
             self._seqs = seqs
         return self._batch
 
@@ -165,14 +164,17 @@ class TorchSampler:
             )
 
 
+_Draw = Callable[[Looked, DeviceLimits, Tensor], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """``sampler.Packed`` with its arrays on the device."""
 
     packed: Packed
     greedy: Tensor
-    few: DeviceLimits
-    many: DeviceLimits
+    draws: tuple[tuple[_Draw, DeviceLimits], ...]
+    """What draws the random rows."""
     bias_index: Tensor
     bias_value: Tensor
     allowed_rows: Tensor
@@ -180,12 +182,17 @@ class _Batch:
     logprobs: Tensor
 
     @staticmethod
-    def make(packed: Packed, put: Put) -> _Batch:
+    def make(packed: Packed, drawer: Drawer) -> _Batch:
+        put, draws = drawer.put, list[tuple[_Draw, DeviceLimits]]()
+        if len(packed.few.rows):
+            draws.append((drawer.few, DeviceLimits.make(packed.few, put)))
+        for start in range(0, len(packed.many.rows), drawer.most_rows):
+            part = packed.many.take(slice(start, start + drawer.most_rows))
+            draws.append((drawer.many, DeviceLimits.make(part, put)))
         return _Batch(
             packed=packed,
             greedy=put(packed.greedy),
-            few=DeviceLimits.make(packed.few, put),
-            many=DeviceLimits.make(packed.many, put),
+            draws=tuple(draws),
             bias_index=put(packed.bias.index),
             bias_value=put(packed.bias.value),
             allowed_rows=put(packed.allowed_rows),

@@ -1,0 +1,38 @@
+"""The noise of ``backends.noise`` in torch: the same bits, from int32 arithmetic that wraps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pippin.backends.noise import LARGEST_U, MULTIPLIER_1, MULTIPLIER_2, SMALLEST_U
+
+
+def noise_bits(
+    table: Tensor, keys: Tensor, out: Tensor | None = None, scratch: Tensor | None = None
+) -> Tensor:
+    """``noise.noise_bits``: ``table`` [tokens] or [rows, tokens], ``keys`` [rows, 2], all int32.
+
+    ``out`` and ``scratch``, int32 [rows, tokens], save large allocations.
+    """
+    x = torch.add(table, keys[:, :1], out=out)
+    shifted = torch.bitwise_right_shift(x, 16, out=scratch)
+    x ^= shifted.bitwise_and_(0xFFFF)
+    x *= _signed(MULTIPLIER_1)
+    torch.bitwise_right_shift(x, 15, out=shifted)
+    x ^= shifted.bitwise_and_(0x1FFFF)
+    torch.add(keys[:, 1:], x, alpha=_signed(MULTIPLIER_2), out=x)
+    torch.bitwise_right_shift(x, 16, out=shifted)
+    x ^= shifted
+    return x.bitwise_and_(0x7FFFFFFF)
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """``noise.gumbel``: float32 of the same shape."""
+    u = bits.float().mul_(-(2.0**-31)).clamp_(-LARGEST_U, -SMALLEST_U)
+    return u.log1p_().neg_().log_().neg_()
+
+
+def _signed(value: int) -> int:
+    """The int32 with the same bits."""
+    return value - 2**32 if value >= 2**31 else value
