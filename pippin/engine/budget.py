@@ -1,14 +1,16 @@
 """How many tokens a step may hold: a time budget with a learned model of the machine (pure).
 
-Three models of a step's seconds, each learned from steps of its own kind::
+Three things are learned from what steps took::
 
-    decodes only   a + b * sequences + c * their context
-    prompts only   d + e * tokens + f * pairs of a token and a position it sees
-    mixed          decodes as above + g * tokens + h * pairs
+    decode step   a + b * sequences + c * their context
+    prompt alone  a decode step and d * tokens + e * pairs of a token and a position it sees
+    prompt beside decodes  the decode step and a price per token, at the size and context of late
 
-They are kept apart because a prompt's tokens ride with decodes at another price than alone (the
-weights are read anyway, the chunks are small), and because a wrong guess of the mixed step must
-not move the decode step from which the limit is derived.
+The price beside decodes is its own because some tokens ride for free (the weights are read anyway)
+and some cost more (chunks are small). Time is taken to be convex in tokens: fewer tokens than of
+late cost at most the price of late, more of them at most what they cost alone. Each is learned
+from its own kind of step, so a wrong guess of a price cannot move the decode step, from which the
+limit is derived.
 
 While somebody's stream runs, a step may take some multiple of the decode step. A multiple ``x``
 makes a prompt take ``x / (x - 1)`` times what it takes alone, times the ratio of the two prices.
@@ -46,13 +48,14 @@ IDLE_STEPS = 5
 #: Most tokens in a step where the configuration names no number.
 MAX_TOKENS = 2048
 
-_LARGE = 256
-"""Tokens from which a prompt's step tells what a prompt costs alone; it takes three of them."""
+_LARGE = 512
+"""Tokens from which a prompt's step tells what a prompt costs alone."""
 _RATE = 0.2
 """Share of an error that is corrected at once, when enough was seen."""
+_MIXED_RATE = 0.4
 _SETTLED = 5
 """Observations after which the rate is down to that, and outliers are ignored."""
-_PASSES = 30
+_PASSES = 200
 """Over the measurements of a calibration."""
 _MAX_RATIO = 4.0
 """From then on, an observation counts as at most so many times longer or shorter than predicted."""
@@ -100,17 +103,32 @@ class _Linear:
         return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
 
     def learn(self, seconds: float, *features: float) -> None:
-        terms = [c * f for c, f in zip(self.coefficients, features, strict=True)]
-        predicted = sum(terms)
+        """Take a step's time into account."""
+        predicted = self(*features)
         self.num_seen += 1
         self._ratios.append(max(seconds / predicted, 0.1))
         if self.num_seen > _SETTLED:
             ratio = min(max(median(self._ratios), 1 / _MAX_RATIO), _MAX_RATIO)
-            rate = _RATE
+            self.correct(predicted * ratio, _RATE, *features)
         else:
-            ratio = self._ratios[-1]
-            rate = 1.0 if self.num_seen == 1 else 0.5
-        power = rate * math.log(ratio) * predicted / sum(term * term for term in terms)
+            self.correct(
+                predicted * self._ratios[-1], 1.0 if self.num_seen == 1 else 0.5, *features
+            )
+
+    def fit(self, measured: Sequence[tuple[float, tuple[float, ...]]]) -> None:
+        """Fit seconds and features that were measured one after the other."""
+        for seconds, features in measured:
+            self.learn(seconds, *features)
+        for number in range(_PASSES):
+            for seconds, features in measured:
+                floor = 0.1 * self(*features)
+                self.correct(max(seconds, floor), max(0.05, 1 - number / _PASSES), *features)
+
+    def correct(self, seconds: float, rate: float, *features: float) -> None:
+        """Move the prediction for ``features`` towards ``seconds``, all the way at rate 1."""
+        terms = [c * f for c, f in zip(self.coefficients, features, strict=True)]
+        predicted = sum(terms)
+        power = rate * math.log(seconds / predicted) * predicted / sum(t * t for t in terms)
         for index, term in enumerate(terms):
             self.coefficients[index] *= math.exp(power * term)
 
@@ -123,34 +141,46 @@ class StepBudget:
     ) -> None:
         start = calibration or Calibration()
         self.max_tokens = config.max_num_batched_tokens or MAX_TOKENS
-        self._least = max(1, block_size // 2)
         self._block_size = block_size
+        self._least = max(1, block_size // 2)
         self._step_seconds = config.step_time_ms and config.step_time_ms / 1000
         self._decodes = _Linear(start.step, start.per_sequence, start.per_context)
-        self._prompts = _Linear(start.step, start.per_token, start.per_pair)
-        self._mixed = _Linear(start.per_token, start.per_pair)
-        self._mixed_tokens = 0
-        """Of prompts in the last mixed step."""
+        self._alone = _Linear(start.per_token, start.per_pair)
+        self._alone_tokens = 0.0
+        """Size of the steps that ``_alone`` was learned from."""
+        self._mixed_price: float | None = None
+        """Seconds per prompt token beside decodes, for ``_mixed_tokens`` in a step of which each
+        sees ``_mixed_context`` positions."""
+        self._mixed_tokens = 0.0
         self._mixed_context = 0.0
-        """Positions that such a token saw, on average."""
-        self._num_large = 0
+
+    # Predictions
 
     def decode_seconds(self, sequences: int, context: int) -> float:
         """Predicted time of a step that decodes ``sequences`` with ``context`` positions in all."""
         return self._decodes(1, sequences, context)
 
-    def prefill_seconds(self, start: int, count: int, *, mixed: bool) -> float:
-        """Predicted time that ``count`` prompt tokens from position ``start`` on add to a step."""
-        per_token, per_pair = self._prices(mixed)
-        return per_token * count + per_pair * attention_pairs(start, count)
+    def prefill_seconds(self, before: int, start: int, count: int, *, mixed: bool) -> float:
+        """Predicted time that prompt tokens add to a step.
 
-    def _prices(self, mixed: bool) -> tuple[float, float]:
-        """Seconds per token and per pair."""
-        if mixed and self._mixed.num_seen:
-            per_token, per_pair = self._mixed.coefficients
-        else:
-            _, per_token, per_pair = self._prompts.coefficients
-        return per_token, per_pair
+        ``count`` tokens from position ``start`` on, in a step that holds ``before`` others already.
+        """
+        if not mixed:
+            return self._alone(count, attention_pairs(start, count))
+        price, room, beyond = self._mixed_prices(before, start)
+        return price * min(count, room) + beyond * max(count - room, 0.0)
+
+    def _mixed_prices(self, before: int, start: int) -> tuple[float, float, float]:
+        """Price per token, the number of tokens that it is for, and the price of those beyond."""
+        per_token, per_pair = self._alone.coefficients
+        bulk = per_token + per_pair * start + self.decode_seconds(1, 1) / _LARGE
+        if self._mixed_price is None:
+            return bulk, 0.0, bulk
+        price = self._mixed_price + per_pair * (start - self._mixed_context)
+        price = max(price, self._mixed_price / 4)
+        return price, max(0.0, self._mixed_tokens - before), max(price, bulk)
+
+    # Decisions
 
     def allowance(self, sequences: int, context: int) -> float:
         """Seconds of prefill that may go with a step while so many sequences decode.
@@ -158,7 +188,7 @@ class StepBudget:
         Negative where the decodes alone take longer than they should.
         """
         if not sequences:
-            step = self._prompts.coefficients[0]
+            step = self.decode_seconds(1, 1)
             return max(IDLE_SECONDS, IDLE_STEPS * step) - step
         decode = self.decode_seconds(sequences, context)
         if self._step_seconds is not None:
@@ -167,27 +197,34 @@ class StepBudget:
 
     def _gap(self) -> float:
         """Longest step in decode steps."""
-        if self._num_large < 3 or not self._mixed.num_seen:
+        if self._mixed_price is None or self._alone_tokens < _LARGE:
             return MAX_GAP
-        step, per_token, per_pair = self._prompts.coefficients
-        alone = step / self.max_tokens + per_token + per_pair * self._mixed_context
-        mixed_token, mixed_pair = self._mixed.coefficients
-        slowdown = SLOWDOWN * alone / (mixed_token + mixed_pair * self._mixed_context)
+        per_token, per_pair = self._alone.coefficients
+        alone = per_token + per_pair * self._mixed_context
+        alone += self.decode_seconds(1, 1) / self._alone_tokens
+        slowdown = SLOWDOWN * alone / self._mixed_price
         return min(max(slowdown / (slowdown - 1), MIN_GAP), MAX_GAP) if slowdown > 1 else MAX_GAP
 
     def chunk(
-        self, seconds: float, start: int, wanted: int, tokens_left: int, *, mixed: bool
+        self, seconds: float, before: int, start: int, wanted: int, tokens_left: int, *, mixed: bool
     ) -> int:
         """Prompt tokens from position ``start`` on that fit in ``seconds`` and ``tokens_left``.
 
-        A chunk above one block ends at a block's border where that costs little, or with the
-        prompt. 0 where not even half a block (or all of ``wanted``) fits.
+        ``before`` as in ``prefill_seconds``. A chunk above one block ends at a block's border
+        where that costs little, or with the prompt. 0 where not even half a block (or all of
+        ``wanted``) fits.
         """
-        limit = _solve(seconds, start, *self._prices(mixed))
-        if mixed and self._mixed.num_seen:
-            # Prices of small chunks say little of large ones (weights are read in any case).
-            sure = _solve(seconds, start, *self._prices(mixed=False))
-            limit = max(min(limit, 2 * self._mixed_tokens), min(limit, sure))
+        if seconds <= 0:
+            return 0
+        if mixed:
+            price, room, beyond = self._mixed_prices(before, start)
+            limit = seconds / price
+            if limit > room:
+                limit = room + (seconds - price * room) / beyond
+            # Nothing is known of steps much larger than any before.
+            limit = min(limit, 2 * max(self._mixed_tokens, self._alone_tokens, self._block_size))
+        else:
+            limit = _solve(seconds, start, *self._alone.coefficients)
         count = min(wanted, tokens_left, int(limit))
         if count == wanted:
             return count
@@ -200,28 +237,54 @@ class StepBudget:
         """What a prompt gets even where ``chunk`` is 0, so that it goes on."""
         return min(wanted, self._least, tokens_left)
 
+    # Learning
+
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step."""
         if seconds <= 0:
             return
         if not work.prefill_tokens:
             self._decodes.learn(seconds, 1, work.decodes, work.context)
-        elif not work.decodes:
-            self._prompts.learn(seconds, 1, work.prefill_tokens, work.attention)
-            self._num_large += work.prefill_tokens >= _LARGE
+        elif work.decodes:
+            self._observe_mixed(work, seconds)
+        elif work.prefill_tokens >= self._alone_tokens / 2:
+            rest = seconds - self.decode_seconds(1, 1)
+            self._alone.learn(rest, work.prefill_tokens, work.attention)
+            self._alone_tokens = max(work.prefill_tokens, 0.9 * self._alone_tokens)
+
+    def _observe_mixed(self, work: StepWork, seconds: float) -> None:
+        rest = seconds - self.decode_seconds(work.decodes, work.context)
+        count = work.prefill_tokens
+        context = work.attention / count
+        known = self._mixed_price
+        if known is not None and count < self._mixed_tokens / 2 and rest < known * count:
+            # A prompt's rest: says nothing of larger chunks.
+            self._mixed_tokens *= 0.9
+            return
+        per_token, per_pair = self._alone.coefficients
+        alone = per_token + per_pair * context
+        price = max(rest / count, 0.02 * alone)
+        if known is None:
+            self._mixed_price, self._mixed_tokens = price, count
         else:
-            if not self._mixed.num_seen:
-                self._mixed.coefficients = self._prompts.coefficients[1:]
-            rest = seconds - self.decode_seconds(work.decodes, work.context)
-            self._mixed.learn(rest, work.prefill_tokens, work.attention)
-            self._mixed_tokens = work.prefill_tokens
-            self._mixed_context = work.attention / work.prefill_tokens
+            price = min(price, 2 * max(known, alone))
+            self._mixed_price = known + _MIXED_RATE * (price - known)
+            self._mixed_tokens += _MIXED_RATE * (count - self._mixed_tokens)
+        self._mixed_context = context
 
     def calibrate(self, measured: Sequence[tuple[StepWork, float]]) -> None:
-        """Learn from steps measured on purpose, such as ``calibration_plans`` makes."""
-        for _ in range(_PASSES):
-            for work, seconds in measured:
-                self.observe(work, seconds)
+        """Learn from steps measured on purpose: like ``observe``, but fits all of them together."""
+        decodes = [(s, (1, w.decodes, w.context)) for w, s in measured if not w.prefill_tokens]
+        self._decodes.fit(decodes)
+        step = self.decode_seconds(1, 1)
+        prompts = [(w, s) for w, s in measured if not w.decodes]
+        most = max((w.prefill_tokens for w, _ in prompts), default=0)
+        large = [(w, s) for w, s in prompts if w.prefill_tokens >= most / 2]
+        self._alone.fit([(s - step, (w.prefill_tokens, w.attention)) for w, s in large])
+        self._alone_tokens = most
+        for work, seconds in measured:
+            if work.prefill_tokens and work.decodes:
+                self._observe_mixed(work, seconds)
 
 
 def attention_pairs(start: int, count: int) -> int:
@@ -231,7 +294,5 @@ def attention_pairs(start: int, count: int) -> int:
 
 def _solve(seconds: float, start: int, per_token: float, per_pair: float) -> float:
     """Tokens ``n`` with ``n * per_token + per_pair * (start * n + n² / 2)`` = ``seconds``."""
-    if seconds <= 0:
-        return 0.0
     linear = per_token + per_pair * (start + 0.5)
     return 2 * seconds / (linear + math.sqrt(linear * linear + 2 * per_pair * seconds))

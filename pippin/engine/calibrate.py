@@ -1,106 +1,101 @@
-"""Steps that measure a machine before the first request (pure)."""
+"""Measures a machine before the first request: which steps to run (pure but for the callback)."""
 
 from __future__ import annotations
 
-from pippin.engine.budget import StepWork, attention_pairs
+from collections.abc import Callable
+
+from pippin.engine.budget import StepBudget, StepWork, attention_pairs
 from pippin.types.step import Chunk, StepPlan
 
-#: Prompt tokens of the measured steps, each behind the one before; the first two warm up.
-CHUNKS = (16, 64, 16, 64, 256, 512)
-#: Sequences that are decoded together.
-DECODES = (1, 4, 16)
-#: Prompt tokens that run beside one decode.
-MIXED = 64
+#: Prompt tokens of the steps without decodes; the first two warm up and are not counted.
+PROMPTS = (16, 64, 16, 64, 256, 256, 1024)
+#: Sequences of the steps that only decode.
+DECODES = (1, 1, 4, 4, 16, 16)
+#: Prompt tokens of the steps with a decode beside them.
+MIXED = (32, 64, 128, 64)
+
+#: Seconds after which no larger step is tried.
+LIMIT_SECONDS = 2.0
 
 
-def calibration_plans(
-    num_blocks: tuple[int, ...], block_size: int, max_num_seqs: int, max_tokens: int
-) -> list[tuple[StepPlan, StepWork | None]]:
-    """Plans to execute in order, and what each computes; those with None are not to be timed.
+def calibrate(
+    budget: StepBudget,
+    execute: Callable[[StepPlan], float],
+    *,
+    num_blocks: tuple[int, ...],
+    block_size: int,
+    max_num_seqs: int,
+    limit_seconds: float = LIMIT_SECONDS,
+) -> list[tuple[StepWork, float]]:
+    """Run small steps and let ``budget`` learn from them. Returns what was measured.
 
-    Prompts of growing length, decodes, both mixed, each twice; as far as blocks (per KV group in
-    ``num_blocks``), ``max_num_seqs`` and ``max_tokens`` a step allow. Step numbers are negative,
-    since a scheduler's start at 0, and the last plan frees all slots used.
+    ``execute`` runs a plan to its end and returns the seconds it took. Each plan stands for itself
+    (its slots are in the next one's ``freed``); the last has no chunks. Step numbers are negative,
+    since a scheduler's start at 0. Steps that the KV blocks (per group), ``max_num_seqs`` or the
+    budget's ``max_tokens`` forbid are left out, and so are prompts after ``limit_seconds`` and
+    those that would take as long by themselves.
     """
-    steps = _Steps(num_blocks, block_size)
-    for index, count in enumerate(CHUNKS):
-        if count <= max_tokens:
-            steps.prompt(count, timed=index > 1)
-    for count in DECODES:
-        if count <= min(max_num_seqs, max_tokens):
-            for _ in range(2):
-                steps.decodes(count)
-    if max_num_seqs > 1 and max_tokens > MIXED:
-        for _ in range(2):
-            steps.mixed(MIXED)
-    return steps.numbered()
+    bench = _Bench(execute, min(num_blocks), len(num_blocks), block_size)
+    measured: list[tuple[StepWork, float]] = []
+    most = min(budget.max_tokens, bench.num_blocks * block_size)
+    for index, count in enumerate(PROMPTS):
+        if count > most or not bench.allows(count, limit_seconds):
+            continue
+        work = StepWork(prefill_tokens=count, attention=attention_pairs(0, count))
+        seconds = bench.run(0, count)
+        if index > 1:
+            measured.append((work, seconds))
+    most = min(max_num_seqs, budget.max_tokens, bench.num_blocks)
+    measured += [(StepWork(n, n), bench.run(n, 0)) for n in DECODES if n <= most]
+    most = min(budget.max_tokens, bench.num_blocks * block_size) - block_size
+    for count in MIXED:
+        if max_num_seqs > 1 and count <= most and bench.allows(count, 2 * limit_seconds):
+            work = StepWork(1, 1, count, attention_pairs(0, count))
+            measured.append((work, bench.run(1, count)))
+    bench.close()
+    budget.calibrate(measured)
+    return measured
 
 
-class _Steps:
-    """Slot 0 holds a prompt, the others one token each, which is computed again and again."""
-
-    def __init__(self, num_blocks: tuple[int, ...], block_size: int) -> None:
-        self._blocks_left = min(num_blocks)
-        self._num_blocks = min(num_blocks)
-        self._num_groups = len(num_blocks)
+class _Bench:
+    def __init__(
+        self,
+        execute: Callable[[StepPlan], float],
+        num_blocks: int,
+        num_groups: int,
+        block_size: int,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.spent = 0.0
+        self.per_token = 0.0
+        """Of the last step, in seconds."""
+        self._execute = execute
+        self._num_groups = num_groups
         self._block_size = block_size
-        self._length = 0
-        self._slots: set[int] = set()
-        self._steps: list[tuple[tuple[Chunk, ...], StepWork | None]] = []
+        self._step = -1000
+        self._live: tuple[int, ...] = ()
 
-    def _take(self, count: int) -> tuple[tuple[int, ...], ...] | None:
-        """``count`` blocks in every group, ascending."""
-        if count > self._blocks_left:
-            return None
-        first = self._num_blocks - self._blocks_left
-        self._blocks_left -= count
-        return (tuple(range(first, first + count)),) * self._num_groups
+    def allows(self, prompt: int, limit: float) -> bool:
+        """Whether there is time for one more step, with so many prompt tokens."""
+        return self.spent < limit and self.per_token * prompt < limit
 
-    def _prompt_chunk(self, count: int) -> Chunk | None:
-        end = self._length + count
-        blocks = self._take(-(-end // self._block_size) - -(-self._length // self._block_size))
-        if blocks is None:
-            return None
-        chunk = Chunk(0, self._length, [0] * count, blocks, 1)
-        self._length = end
-        self._slots.add(0)
-        return chunk
+    def run(self, decodes: int, prompt: int) -> float:
+        """Run a step of one-token sequences and a prompt; returns its seconds."""
+        chunks = [Chunk(slot, 0, [0], ((slot,),) * self._num_groups, 1) for slot in range(decodes)]
+        if prompt:
+            count = -(-prompt // self._block_size)
+            table = tuple(range(decodes, decodes + count))
+            chunks.append(Chunk(decodes, 0, [0] * prompt, (table,) * self._num_groups, 1))
+        seconds = self._send(tuple(chunks))
+        self.spent += seconds
+        self.per_token = seconds / (decodes + prompt)
+        return seconds
 
-    def _decode_chunk(self, slot: int) -> Chunk | None:
-        blocks = ((),) * self._num_groups if slot in self._slots else self._take(1)
-        if blocks is None:
-            return None
-        self._slots.add(slot)
-        return Chunk(slot, 0, [0], blocks, 1)
+    def close(self) -> None:
+        self._send(())
 
-    def prompt(self, count: int, *, timed: bool) -> None:
-        start = self._length
-        chunk = self._prompt_chunk(count)
-        if chunk is not None:
-            work = StepWork(prefill_tokens=count, attention=attention_pairs(start, count))
-            self._steps.append(((chunk,), work if timed else None))
-
-    def decodes(self, count: int) -> None:
-        chunks = [self._decode_chunk(1 + index) for index in range(count)]
-        done = tuple(chunk for chunk in chunks if chunk is not None)
-        if done:
-            self._steps.append((done, StepWork(decodes=len(done), context=len(done))))
-
-    def mixed(self, count: int) -> None:
-        start = self._length
-        decode = self._decode_chunk(1)
-        prompt = self._prompt_chunk(count)
-        if decode is not None and prompt is not None:
-            pairs = attention_pairs(start, count)
-            self._steps.append(((decode, prompt), StepWork(1, 1, count, pairs)))
-
-    def numbered(self) -> list[tuple[StepPlan, StepWork | None]]:
-        last = StepPlan(-1, (), tuple(sorted(self._slots)))
-        first = -1 - len(self._steps)
-        return [
-            *(
-                (StepPlan(first + index, chunks), work)
-                for index, (chunks, work) in enumerate(self._steps)
-            ),
-            (last, None),
-        ]
+    def _send(self, chunks: tuple[Chunk, ...]) -> float:
+        seconds = self._execute(StepPlan(self._step, chunks, self._live))
+        self._step += 1
+        self._live = tuple(chunk.seq for chunk in chunks)
+        return seconds

@@ -235,10 +235,10 @@ class Scheduler:
     def _chunk(self, step: StepBuilder, seq: Sequence, start: int) -> int:
         """Tokens from ``start`` on that the budget allows; the first prompt always gets some."""
         wanted = min(len(seq.tokens) - start, self._rows_left(step, seq))
-        budget = self._budget
-        count = budget.chunk(step.seconds, start, wanted, step.tokens_left, mixed=step.mixed)
-        if not count and not step.prefill_tokens:
-            count = budget.least_chunk(wanted, step.tokens_left)
+        before, left = step.prefill_tokens, step.tokens_left
+        count = self._budget.chunk(step.seconds, before, start, wanted, left, mixed=step.mixed)
+        if not count and not before:
+            count = self._budget.least_chunk(wanted, left)
         return count
 
     def _prefill(self, step: StepBuilder, seq: Sequence, count: int) -> None:
@@ -252,8 +252,10 @@ class Scheduler:
             return
         start = seq.num_scheduled
         self._kv.extend(seq, start + count)
+        step.seconds -= self._budget.prefill_seconds(
+            step.prefill_tokens, start, count, mixed=step.mixed
+        )
         step.add_prefill(seq, count, self._kv.take_new_blocks(seq))
-        step.seconds -= self._budget.prefill_seconds(start, count, mixed=step.mixed)
 
     def _admit(self, step: StepBuilder, now: float) -> None:
         """Start waiting sequences, first come first served.
