@@ -99,7 +99,12 @@ class StageRunner(Protocol):
 
     def execute(self, plan: StepPlan) -> Any:
         """Run a step. Returns logits of shape [rows, vocab_size], rows in the order of the plan's
-        chunks (``num_logits`` each, ascending positions), or None when no chunk wants any."""
+        chunks (``num_logits`` each, ascending positions), or None when no chunk wants any. A plan
+        without chunks only forgets the sequences in ``freed``."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what ``execute`` started."""
         ...
 
     def close(self) -> None: ...

@@ -16,13 +16,14 @@ from pippin.clock import Clock, SystemClock
 from pippin.config import Config, environment
 from pippin.engine.blocks import KVCacheManager
 from pippin.engine.budget import MAX_TOKENS, StepBudget
+from pippin.engine.calibrate import calibrate
 from pippin.engine.scheduler import Scheduled, Scheduler
 from pippin.engine.sizing import KVSize, size_kv
 from pippin.errors import ConfigError, OutOfMemory, RequestError, UnsupportedModel
 from pippin.models.files import ModelFiles, resolve
 from pippin.types.message import Ready
 from pippin.types.request import FinishReason, Logprobs, Request, SequenceOutput
-from pippin.types.step import SchedulerStats
+from pippin.types.step import SchedulerStats, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,13 @@ def load(config: Config, clock: Clock | None = None) -> EngineCore:
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
     budget = StepBudget(config.scheduler, config.cache.block_size)
+    calibrate(
+        budget,
+        lambda plan: _timed(runner, plan, clock),
+        num_blocks=size.num_blocks,
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )
     scheduler = Scheduler(config.scheduler, kv, budget, size.max_model_len)
     ready = Ready(
         pid=os.getpid(),
@@ -204,6 +212,14 @@ def _size(
     )
     logger.warning(note)
     return size, note
+
+
+def _timed(runner: StageRunner, plan: StepPlan, clock: Clock) -> float:
+    """Run a plan to its end; returns seconds."""
+    started = clock.monotonic()
+    runner.execute(plan)
+    runner.synchronize()
+    return clock.monotonic() - started
 
 
 def _served_name(config: Config) -> str:

@@ -105,6 +105,10 @@ class BatchBuilder:
         self._dtype = dtype
         self._tables = BlockTables(len(windows), block_size)
 
+    def forget(self, plan: StepPlan) -> None:
+        """Take note of a plan without chunks."""
+        self._tables.apply(plan)
+
     def build(self, plan: StepPlan) -> Batch:
         self._tables.apply(plan)
         ids: list[int] = []

@@ -64,12 +64,13 @@ _PACK_ROWS = 32
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN's packed kernels run here."""
-    return (
-        device.type == "cpu"
-        and torch._C._has_mkldnn
-        and dtype in (torch.float32, torch.bfloat16)
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
+    if device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

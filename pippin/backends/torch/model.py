@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
@@ -113,7 +114,7 @@ def read_config(raw: dict[str, Any]) -> Any:
     plain = {k: v for k, v in raw.items() if k not in ("quantization_config", "quantization")}
     try:
         return AutoConfig.for_model(**plain)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
         raise ModelInvalid(f"config.json does not describe a {kind} model: {error}") from error
 
 
@@ -188,13 +189,8 @@ def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
 
 def _skeleton(config: Any, dtype: torch.dtype) -> Any:
     """The model without weights, in the dtypes that it wants."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _ends(

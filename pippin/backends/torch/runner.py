@@ -88,7 +88,16 @@ class TorchRunner:
         """See ``StageRunner``. A stage behind the first takes the ``hidden`` [T, hidden_size] that
         the one before returned; a stage that is not the last returns that instead of logits."""
         assert self._builder is not None, "allocate_kv comes first"
+        if not plan.chunks:
+            self._builder.forget(plan)
+            return None
         return self._model.forward(self._builder.build(plan), hidden)
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        elif self._device.type == "mps":
+            torch.mps.synchronize()
 
     def close(self) -> None:
         """Free weights and pools."""
@@ -132,8 +141,7 @@ class TorchRunner:
                 device=self._device,
             )
         self.execute(plan, hidden)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self.synchronize()
         return time.perf_counter() - started
 
     def _resident(self) -> int:
