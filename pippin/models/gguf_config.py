@@ -133,9 +133,8 @@ def make_config(meta: Metadata) -> dict[str, Any]:
     }
     for token in _TOKENS:
         key = {"padding": "pad", "unknown": "unk"}.get(token, token)
-        value = meta.values.get(f"tokenizer.ggml.{token}_token_id")
-        if value is not None:
-            config[f"{key}_token_id"] = value
+        # None where the file has none: the defaults of a hub class are another model's.
+        config[f"{key}_token_id"] = meta.values.get(f"tokenizer.ggml.{token}_token_id")
     scaling = _rope_scaling(meta, config)
     if scaling is not None:
         config["rope_scaling"] = scaling
@@ -270,7 +269,6 @@ def _phi3(meta: Metadata, config: dict[str, Any]) -> None:
         # Phi-4's files say 0 for "no window".
         "sliding_window": meta.get("attention.sliding_window") or None,
         "partial_rotary_factor": rotary / config["head_dim"],
-        "pad_token_id": config.get("pad_token_id"),
     }
 
 

@@ -153,12 +153,10 @@ def dequantize_fp8(weight: FloatArray, scale: FloatArray, block: tuple[int, int]
 
     Source: DeepSeek-V3's ``weight_dequant``. A scale of one number, or one a row, fits as well.
     """
-    if scale.size == 1:
-        return weight * scale.reshape(())
-    if scale.ndim == 1 or scale.shape[-1] == 1:
-        return weight * scale.reshape(-1, 1)
     rows, columns = weight.shape
-    full = np.repeat(np.repeat(scale, block[0], axis=0), block[1], axis=1)[:rows, :columns]
-    if full.shape != weight.shape:
-        raise ValueError(f"scales {scale.shape} for {weight.shape} in blocks of {block}")
-    return weight * full
+    if scale.shape == (-(-rows // block[0]), -(-columns // block[1])):
+        full = np.repeat(np.repeat(scale, block[0], axis=0), block[1], axis=1)
+        return weight * full[:rows, :columns]
+    if scale.size in (1, rows):
+        return weight * scale.reshape(-1, 1)
+    raise ValueError(f"scales {scale.shape} for {weight.shape} in blocks of {block}")
