@@ -65,6 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            self._make_tuple(name)
         for name in (
             "temperature",
             "top_p",
@@ -114,6 +116,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty.", param="allowed_token_ids")
+
+    def _make_tuple(self, name: str) -> None:
+        """Python callers may give a list, one string, or None for nothing, as in vLLM."""
+        value: Any = getattr(self, name)
+        if isinstance(value, tuple) or (value is None and name == "allowed_token_ids"):
+            return
+        items = (value,) if isinstance(value, str) else tuple(value or ())
+        if any(isinstance(item, str) != (name in ("stop", "bad_words")) for item in items):
+            raise InvalidRequest(f"{name} holds a value of the wrong type.", param=name)
+        msgspec.structs.force_setattr(self, name, items)
 
     @property
     def greedy(self) -> bool:
