@@ -11,25 +11,22 @@ from pippin.backends.noise import LARGEST_U, MULTIPLIER_1, MULTIPLIER_2, SMALLES
 def noise_bits(
     table: Tensor, keys: Tensor, out: Tensor | None = None, scratch: Tensor | None = None
 ) -> Tensor:
-    """``noise.noise_bits``: ``table`` [tokens] or [rows, tokens], ``keys`` [rows, 2], all int32.
+    """``noise.noise_bits`` less 2**31: in the same order, but signed.
 
-    ``out`` and ``scratch``, int32 [rows, tokens], save large allocations.
+    ``table`` [tokens] or [rows, tokens], ``keys`` [rows, 2], all int32. ``out`` and ``scratch``,
+    int32 [rows, tokens], save large allocations.
     """
-    x = torch.add(table, keys[:, :1], out=out)
-    shifted = torch.bitwise_right_shift(x, 16, out=scratch)
-    x ^= shifted.bitwise_and_(0xFFFF)
+    x = torch.bitwise_xor(table, keys[:, :1], out=out)
     x *= _signed(MULTIPLIER_1)
-    torch.bitwise_right_shift(x, 15, out=shifted)
+    shifted = torch.bitwise_right_shift(x, 15, out=scratch)
     x ^= shifted.bitwise_and_(0x1FFFF)
-    torch.add(keys[:, 1:], x, alpha=_signed(MULTIPLIER_2), out=x)
-    torch.bitwise_right_shift(x, 16, out=shifted)
-    x ^= shifted
-    return x.bitwise_and_(0x7FFFFFFF)
+    return torch.add(keys[:, 1:] ^ -(2**31), x, alpha=_signed(MULTIPLIER_2), out=x)
 
 
 def gumbel(bits: Tensor) -> Tensor:
     """``noise.gumbel``: float32 of the same shape."""
-    u = bits.float().mul_(-(2.0**-31)).clamp_(-LARGEST_U, -SMALLEST_U)
+    u = (bits >> 1).add_(2**30).float()
+    u = u.mul_(-(2.0**-31)).clamp_(-LARGEST_U, -SMALLEST_U)
     return u.log1p_().neg_().log_().neg_()
 
 
