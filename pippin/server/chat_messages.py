@@ -50,7 +50,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _bad(where, "must be an object")
     try:
-        plain = {str(key): _plain(value) for key, value in message.items() if value is not None}
+        plain = {str(key): plain_data(value) for key, value in message.items() if value is not None}
     except RecursionError as error:
         raise _bad(where, "is nested too deeply") from error
     role = plain.get("role")
@@ -141,7 +141,7 @@ def as_lists(content: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}]
 
 
-def _plain(value: Any) -> Any:
+def plain_data(value: Any) -> Any:
     """JSON types only, so that a template meets no object with methods of its own."""
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -152,9 +152,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_data(item) for item in value]
     return f"<{type(value).__name__}>"
 
 

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from pippin.errors import InvalidRequest
-from pippin.server.chat_messages import as_lists, as_text, normalize
+from pippin.server.chat_messages import as_lists, as_text, normalize, plain_data
 
 #: Arguments of ``render`` and of transformers' ``apply_chat_template``: never template variables.
 RESERVED = frozenset(
@@ -120,9 +120,13 @@ class ChatTemplates:
                 "add_generation_prompt and continue_final_message cannot both be true.",
                 param="continue_final_message",
             )
-        extra = dict(template_kwargs or {})
+        try:
+            extra = plain_data(dict(template_kwargs or {}))
+            data = {"tools": plain_data(tools) or None, "documents": plain_data(documents)}
+        except RecursionError as error:
+            raise InvalidRequest("the request is nested too deeply.") from error
         for name in extra:
-            if not isinstance(name, str) or name in RESERVED or name.startswith("_"):
+            if name in RESERVED or name.startswith("_"):
                 raise InvalidRequest(
                     f"chat_template_kwargs must not contain '{name}'.", param="chat_template_kwargs"
                 )
@@ -136,9 +140,8 @@ class ChatTemplates:
             {
                 **self._special_tokens,
                 **extra,
+                **data,
                 "messages": chat,
-                "tools": None if not tools else [dict(tool) for tool in tools],
-                "documents": None if documents is None else [dict(each) for each in documents],
                 "add_generation_prompt": add_generation_prompt,
             }
         )
