@@ -83,6 +83,8 @@ class App:
 
     async def _fail(self, exchange: Exchange, error: PippinError) -> None:
         """Tell the client, in a way that fits what it has got so far."""
+        if problem.status_of(error) == 500:
+            logger.error("%s %s failed: %s", exchange.method, exchange.path, error)
         if exchange.ended:
             return
         if exchange.started:

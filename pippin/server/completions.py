@@ -7,7 +7,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from pippin.server import stream
+from pippin.server.generation import Piece
 from pippin.server.http import Exchange, check_content_type
 from pippin.server.openai import Parsed, parse_chat, parse_completion
 from pippin.server.render import whole_body
@@ -49,20 +52,34 @@ async def _answer(service: Service, exchange: Exchange, parse: Parse) -> None:
                 if parsed.shape.stream:
                     await stream.answer(exchange, answering, parsed.shape)
                 else:
-                    await _answer_whole(exchange, answering, parsed)
+                    await _answer_whole(service, exchange, answering, parsed)
     finally:
         ticket.leave()
 
 
-async def _answer_whole(exchange: Exchange, answering: Answering, parsed: Parsed) -> None:
+async def _answer_whole(
+    service: Service, exchange: Exchange, answering: Answering, parsed: Parsed
+) -> None:
     generation = answering.generation
-    pieces: list[list[Any]] = [[] for _ in generation.choices]
+    pieces: list[list[Piece]] = [[] for _ in generation.choices]
     async with contextlib.aclosing(generation.steps()) as steps:
         async for step in steps:
             for piece in step:
                 pieces[piece.index].append(piece)
-    body = whole_body(answering.head, parsed.shape, generation, answering.renderers, pieces)
-    await exchange.respond_json(200, body)
+
+    def render() -> bytes:
+        return msgspec.json.encode(
+            whole_body(answering.head, parsed.shape, generation, answering.renderers, pieces)
+        )
+
+    await exchange.respond(200, await service.run(render, _work(pieces)))
+
+
+def _work(pieces: list[list[Piece]]) -> int:
+    """Entries of logprobs to write, each about as much work as a hundred characters."""
+    return 100 * sum(
+        len(piece.logprobs) + len(piece.prompt_logprobs or ()) for own in pieces for piece in own
+    )
 
 
 def _request_id(exchange: Exchange) -> str | None:

@@ -106,7 +106,8 @@ class Choice:
         if self.num_tokens == 0:
             self.num_cached_tokens = output.num_cached_tokens
         self.num_tokens += kept
-        self._times.tokens(now, kept, output.queue_seconds, output.num_cached_tokens)
+        if output.token_ids:
+            self._times.tokens(now, kept, output.queue_seconds, output.num_cached_tokens)
         piece = Piece(
             self.index,
             "" if self._drop else step.text,

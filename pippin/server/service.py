@@ -267,13 +267,13 @@ class Service:
         def encode() -> list[int]:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-        return await self._run(encode, len(text))
+        return await self.run(encode, len(text))
 
     async def decode(self, ids: Sequence[int]) -> str:
         def decode() -> str:
             return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-        return await self._run(decode, len(ids))
+        return await self.run(decode, len(ids))
 
     async def chat_token_ids(self, prompt: ChatPrompt) -> list[int]:
         """Template and tokens. Raises ``InvalidRequest`` if the template refuses the messages."""
@@ -289,9 +289,10 @@ class Service:
                 template_kwargs=prompt.template_kwargs,
             )
 
-        return await self._run(apply, prompt.num_characters)
+        return await self.run(apply, prompt.num_characters)
 
-    async def _run(self, work: Callable[[], T], characters: int) -> T:
+    async def run(self, work: Callable[[], T], characters: int) -> T:
+        """Do ``work`` here, or in a thread if it is much: ``characters`` of text, about."""
         if characters <= THREAD_CHARACTERS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

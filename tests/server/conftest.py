@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,3 +50,22 @@ def server(shared: LiveServer) -> Iterator[LiveServer]:
     yield shared
     assert shared.app.service.admission.in_flight == 0
     assert not shared.engine.running
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """``pippin serve demo`` as a user starts it; its root URL."""
+    log = tmp_path_factory.mktemp("live") / "stderr.txt"
+    command = [sys.executable, "-m", "pippin", "serve", "demo", "--port", "0"]
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+    ):
+        assert process.stdout is not None
+        url = next((line.split()[1] for line in process.stdout if line.split()[:1] == ["URL"]), "")
+        assert url, f"the server did not start: {log.read_text()}"
+        yield url.removesuffix("/v1")
+        process.terminate()
+        process.stdout.read()
+        code = process.wait(60)
+    assert code == 0, log.read_text()
