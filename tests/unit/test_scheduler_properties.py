@@ -48,7 +48,7 @@ def engines(draw: st.DrawFn) -> FakeEngine:
     )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(engines(), st.data())
 def test_random_traces(engine: FakeEngine, data: st.DataObject) -> None:
     depth = data.draw(st.integers(1, 3), "depth")
