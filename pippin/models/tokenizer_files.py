@@ -41,6 +41,7 @@ _SLOW_FILES = (
     "config.json",
 )
 _HINT = "the model directory needs tokenizer.json; or name another tokenizer with --tokenizer"
+_CONVERTER = Path(__file__).with_name("convert_tokenizer.py")
 _CONVERT_SECONDS = 600
 
 #: transformers sets the post-processor of these classes from ``add_bos_token``/``add_eos_token``,
@@ -154,8 +155,7 @@ def _converted(directory: Path, home: Path) -> Path:
     logger.info("converting the tokenizer of %s (once)", directory)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f"tokenizer.{os.getpid()}.json")
-    script = Path(__file__).with_name("convert_tokenizer.py")
-    command = [sys.executable, "-P", str(script), str(directory)]  # -P: our modules are not its own
+    command = [sys.executable, "-P", str(_CONVERTER), str(directory)]  # -P: not among our modules
     try:
         done = subprocess.run(
             [*command, str(scratch)],

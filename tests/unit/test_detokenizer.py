@@ -111,8 +111,7 @@ def test_pieces_join_to_the_text(text: str, stops: list[str]) -> None:
 def test_text_comes_back(text: str) -> None:
     for tok in (BYTES, FALLBACK):
         ids = tok.encode(text)
-        shown = joined(stream(Detokenizer(tok, SamplingParams(), [5]), ids))
-        assert shown.removeprefix(" ") == text.removeprefix(" ")
+        assert joined(stream(Detokenizer(tok, SamplingParams(), [1]), ids)) == text
 
 
 def test_characters_come_out_whole() -> None:

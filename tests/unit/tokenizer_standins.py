@@ -50,7 +50,7 @@ def byte_fallback_backend() -> Backend:
     """As Llama 2's: pieces with U+2581, a token for each byte, one space dropped at the start."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "a", "b", "▁a", "ab", "▁ab", "é", "好", "▁好"]
-    merges = [("▁", "a"), ("a", "b"), ("▁", "ab"), ("▁", "好")]
+    merges = [("a", "b"), ("▁", "ab"), ("▁", "a"), ("▁", "好")]
     backend = Backend(
         models.BPE(
             vocab={piece: index for index, piece in enumerate(pieces)},
