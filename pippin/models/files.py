@@ -98,7 +98,11 @@ def _local_file(name: str, path: Path) -> ModelFiles:
 
 
 def _gguf(name: str, path: Path) -> ModelFiles:
-    return ModelFiles(name, path, "gguf", fingerprint_of(path))
+    from pippin.models.gguf_file import split_files
+
+    # The first part of a split model has the metadata, whichever part was named.
+    first = split_files(path)[0]
+    return ModelFiles(name, first, "gguf", fingerprint_of(first))
 
 
 def fingerprint_of(path: Path) -> str:

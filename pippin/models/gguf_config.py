@@ -157,6 +157,9 @@ def _rope_scaling(meta: Metadata, config: dict[str, Any]) -> dict[str, Any] | No
             "short_factor": meta.dense("rope_factors_short.weight").tolist(),
             "original_max_position_embeddings": original,
         }
+    if meta.get("rope.scale_linear", 1.0) != 1.0:  # Written before there were types.
+        factor = meta.need("rope.scale_linear")
+        return {"type": "linear", "rope_type": "linear", "factor": factor}
     kind = meta.get("rope.scaling.type")
     # Phi's short models name longrope without giving factors.
     if kind in (None, "none", "longrope"):

@@ -1,41 +1,24 @@
-"""The GGUF container: metadata and where each tensor's bytes lie. Version 2 and 3, little-endian.
+"""A GGUF file, mapped: its metadata and its tensors' bytes.
 
-Read from https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The gguf library's own reader
-makes two arrays for every token of a vocabulary (seconds for the demo model) and fails with
-library-internal exceptions on damaged files; this one reads straight from a mapped file.
+The gguf library's own reader fails with library-internal exceptions on damaged files, and makes two
+arrays for every token of a vocabulary (seconds for the demo model).
 """
 
 from __future__ import annotations
 
-import mmap
+import math
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
 from pippin.errors import ModelInvalid, UnsupportedModel
+from pippin.models.gguf_metadata import REFETCH, TensorHeader, map_file, read_header
 
-MAGIC = b"GGUF"
 _SPLIT = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
-_SCALARS: dict[GGUFValueType, str] = {
-    GGUFValueType.UINT8: "B",
-    GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I",
-    GGUFValueType.INT32: "i",
-    GGUFValueType.FLOAT32: "f",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT64: "d",
-}
-_REFETCH = "fetch the file again, or compare its size and checksum with the source's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,64 +46,43 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as stream:
-            if stream.read(4) != MAGIC:
-                raise ModelInvalid(
-                    f"{path} is not a GGUF file: it does not begin with 'GGUF'", hint=_REFETCH
-                )
-            self.buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        cursor = _Cursor(self.buffer, path)
-        cursor.at = 4
-        version = cursor.scalar("I")
-        if version not in (2, 3):
-            swapped = struct.unpack(">I", struct.pack("<I", version))[0]
-            what = "big-endian" if swapped in (2, 3) else f"version {version}"
-            raise UnsupportedModel(
-                f"{path}: GGUF {what} is not supported (versions 2 and 3, little-endian, are)",
-                hint="convert the model with a present llama.cpp, or choose another file",
-            )
-        num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
-        self.metadata: dict[str, Any] = {}
-        for _ in range(num_keys):
-            key = cursor.string()
-            self.metadata[key] = cursor.value(cursor.scalar("I"))
-        headers = [_tensor_header(cursor) for _ in range(num_tensors)]
+        self.buffer = map_file(path)
+        header = read_header(self.buffer, path)
+        self.metadata = header.metadata
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise ModelInvalid(f"{path}: general.alignment is {alignment!r}", hint=_REFETCH)
-        self.header_bytes = cursor.at
-        start = (cursor.at + alignment - 1) // alignment * alignment
+            raise ModelInvalid(f"{path}: general.alignment is {alignment!r}", hint=REFETCH)
+        self.header_bytes = header.nbytes
+        start = -(-header.nbytes // alignment) * alignment
         self.tensors: dict[str, GgufTensor] = {}
-        for name, kind, shape, offset in headers:
-            if name in self.tensors:
-                raise ModelInvalid(f"{path}: tensor {name!r} appears twice", hint=_REFETCH)
-            self.tensors[name] = self._locate(name, kind, shape, start + offset)
+        for tensor in header.tensors:
+            if tensor.name in self.tensors:
+                raise ModelInvalid(f"{path}: tensor {tensor.name!r} appears twice", hint=REFETCH)
+            self.tensors[tensor.name] = self._locate(tensor, start + tensor.offset)
 
-    def _locate(self, name: str, kind: int, shape: tuple[int, ...], offset: int) -> GgufTensor:
+    def _locate(self, tensor: TensorHeader, offset: int) -> GgufTensor:
+        name, shape = tensor.name, tensor.shape
         try:
-            known = GGMLQuantizationType(kind)
+            kind = GGMLQuantizationType(tensor.kind)
         except ValueError as error:
             raise UnsupportedModel(
-                f"{self.path}: tensor {name!r} has type {kind}, unknown to the gguf library",
+                f"{self.path}: tensor {name!r} has type {tensor.kind}, unknown to the gguf library",
                 hint="pip install --upgrade gguf",
             ) from error
-        block, size = GGML_QUANT_SIZES[known]
+        block, size = GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
             raise ModelInvalid(
                 f"{self.path}: rows of {name!r} ({shape[-1]}) are not whole blocks of {block}",
-                hint=_REFETCH,
+                hint=REFETCH,
             )
-        count = 1
-        for length in shape:
-            count *= length
-        nbytes = count // block * size
+        nbytes = math.prod(shape) // block * size
         if offset + nbytes > len(self.buffer):
             raise ModelInvalid(
                 f"{self.path} is truncated: tensor {name!r} ends at byte {offset + nbytes},"
                 f" the file at {len(self.buffer)}",
-                hint=_REFETCH,
+                hint=REFETCH,
             )
-        return GgufTensor(name, known, shape, offset, nbytes, self)
+        return GgufTensor(name, kind, shape, offset, nbytes, self)
 
 
 def split_files(path: Path) -> list[Path]:
@@ -140,66 +102,3 @@ def split_files(path: Path) -> list[Path]:
             hint="fetch all parts of the split model into one directory",
         )
     return parts
-
-
-def _tensor_header(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
-    name = cursor.string()
-    num_dims = cursor.scalar("I")
-    if not 0 < num_dims <= 4:
-        raise ModelInvalid(
-            f"{cursor.path}: tensor {name!r} has {num_dims} dimensions", hint=_REFETCH
-        )
-    shape = tuple(cursor.scalar("Q") for _ in range(num_dims))
-    return name, cursor.scalar("I"), shape[::-1], cursor.scalar("Q")
-
-
-class _Cursor:
-    """Reads values one after another; running past the end is a truncated file."""
-
-    def __init__(self, buffer: mmap.mmap, path: Path) -> None:
-        self.buffer = buffer
-        self.path = path
-        self.at = 0
-
-    def scalar(self, code: str) -> Any:
-        size = struct.calcsize("<" + code)
-        self.check(size)
-        value = struct.unpack_from("<" + code, self.buffer, self.at)[0]
-        self.at += size
-        return value
-
-    def string(self) -> str:
-        length = self.scalar("Q")
-        self.check(length)
-        raw = self.buffer[self.at : self.at + length]
-        self.at += length
-        return raw.decode("utf-8", errors="replace")
-
-    def value(self, kind: int) -> Any:
-        if kind == GGUFValueType.STRING:
-            return self.string()
-        if kind == GGUFValueType.ARRAY:
-            item, count = self.scalar("I"), self.scalar("Q")
-            # Each item takes a byte at least: a damaged count must not start a huge loop.
-            self.check(count)
-            if item in _SCALARS:
-                return self.scalars(_SCALARS[GGUFValueType(item)], count)
-            return [self.value(item) for _ in range(count)]
-        if kind not in _SCALARS:
-            raise ModelInvalid(f"{self.path}: unknown metadata type {kind}", hint=_REFETCH)
-        return self.scalar(_SCALARS[GGUFValueType(kind)])
-
-    def scalars(self, code: str, count: int) -> list[Any]:
-        size = struct.calcsize("<" + code) * count
-        self.check(size)
-        values = np.frombuffer(self.buffer, np.dtype("<" + code), count, self.at).tolist()
-        self.at += size
-        return list(values)
-
-    def check(self, size: int) -> None:
-        if self.at + size > len(self.buffer):
-            raise ModelInvalid(
-                f"{self.path} is truncated: its header goes beyond the end at byte"
-                f" {len(self.buffer)}",
-                hint=_REFETCH,
-            )

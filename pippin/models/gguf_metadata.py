@@ -1,4 +1,4 @@
-"""The key-value part of a GGUF file, read without numpy and without touching the tensors.
+"""The header of a GGUF file, read without numpy and without touching the tensors' data.
 
 ``gguf.GGUFReader`` makes numpy views of every string (seconds for a vocabulary); the API process
 needs the tokenizer only, within milliseconds.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +31,64 @@ _SCALARS: dict[int, struct.Struct] = {
 }
 _STRING, _ARRAY = 8, 9
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_MAX_NESTING = 4
+_MAX_NESTING = _MAX_DIMS = 4
 
-_HINT = "download or convert the file again"
+MAGIC = b"GGUF"
+REFETCH = "fetch the file again, or compare its size and checksum with the source's"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    name: str
+    kind: int
+    """GGML's number of its type."""
+    shape: tuple[int, ...]
+    """Row-major, as in numpy: [out, in] for a linear's weight (GGUF itself lists it reversed)."""
+    offset: int
+    """Bytes from the start of the data section."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    metadata: dict[str, Any]
+    """Scalars, strings and lists (arrays) of them."""
+    tensors: list[TensorHeader]
+    nbytes: int
+    """Length of the header; the data section starts at the next multiple of the alignment."""
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """All key-value pairs: scalars, strings and lists (arrays) of them.
+    """All key-value pairs. Raises as ``map_file`` and ``read_header`` do."""
+    with map_file(path) as data:
+        return read_header(data, path).metadata
 
-    Raises ``ModelInvalid`` for a file that is not GGUF or ends too early, ``UnsupportedModel`` for
-    version 1 and for big-endian files.
-    """
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map a GGUF file. Raises ``ModelInvalid`` for another file or an unreadable one."""
     try:
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ModelInvalid(f"{path} is not a GGUF file", hint=_HINT)
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Cursor(data, 4).header(path)
+        with path.open("rb") as stream:
+            if stream.read(len(MAGIC)) != MAGIC:
+                raise ModelInvalid(
+                    f"{path} is not a GGUF file: it does not begin with 'GGUF'", hint=REFETCH
+                )
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ModelInvalid(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_header(data: mmap.mmap, path: Path) -> Header:
+    """Everything before the tensors' data.
+
+    Raises ``ModelInvalid`` for a header that is damaged or ends too early, ``UnsupportedModel`` for
+    versions other than 2 and 3 and for big-endian files. ``path`` is for the messages.
+    """
+    try:
+        return _Cursor(data, len(MAGIC)).header(path)
     except (struct.error, IndexError, OverflowError) as error:
-        raise ModelInvalid(f"{path} is truncated or damaged (metadata)", hint=_HINT) from error
+        raise ModelInvalid(
+            f"{path} is truncated or damaged: its header cannot be read ({len(data)} bytes)",
+            hint=REFETCH,
+        ) from error
 
 
 class _Cursor:
@@ -58,21 +96,32 @@ class _Cursor:
         self.data = data
         self.position = position
 
-    def header(self, path: Path) -> dict[str, Any]:
+    def header(self, path: Path) -> Header:
         version = self._number(_U32)
-        if version & 0xFFFF == 0:
-            raise UnsupportedModel(f"{path} is a big-endian GGUF file")
-        if version < 2:
-            raise UnsupportedModel(f"{path} is GGUF version {version}; versions 2 and 3 are read")
-        self._number(_U64)  # tensors
-        pairs = self._number(_U64)
-        if pairs > len(self.data):
+        if version not in (2, 3):
+            big_endian = version & 0xFFFF == 0
+            raise UnsupportedModel(
+                f"{path}: GGUF {'big-endian' if big_endian else f'version {version}'} is not"
+                " supported (versions 2 and 3, little-endian, are)",
+                hint="convert the model with a present llama.cpp, or choose another file",
+            )
+        num_tensors, num_pairs = self._number(_U64), self._number(_U64)
+        if max(num_tensors, num_pairs) > len(self.data):
             raise IndexError
-        values: dict[str, Any] = {}
-        for _ in range(pairs):
+        metadata: dict[str, Any] = {}
+        for _ in range(num_pairs):
             key = self._string()
-            values[key] = self._value(self._number(_U32), 0)
-        return values
+            metadata[key] = self._value(self._number(_U32), 0)
+        tensors = [self._tensor() for _ in range(num_tensors)]
+        return Header(metadata, tensors, self.position)
+
+    def _tensor(self) -> TensorHeader:
+        name = self._string()
+        num_dims = self._number(_U32)
+        if not 0 < num_dims <= _MAX_DIMS:
+            raise IndexError
+        shape = tuple(self._number(_U64) for _ in range(num_dims))
+        return TensorHeader(name, self._number(_U32), shape[::-1], self._number(_U64))
 
     def _number(self, layout: struct.Struct) -> Any:
         value = layout.unpack_from(self.data, self.position)[0]

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from pippin.errors import ModelInvalid, UnsupportedModel
 
-Method = Literal["dense", "gptq", "awq", "mlx", "fp8", "mxfp4"]
+Method = Literal["dense", "gptq", "awq", "mlx", "compressed-tensors", "fp8", "mxfp4"]
 _SUPPORTED = (
-    "supported: unquantised safetensors, GPTQ, AWQ (gemm), MLX affine, fp8 with block scales,"
-    " and GGUF files"
+    "supported: unquantised safetensors, GPTQ, AWQ (gemm), MLX affine, fp8, GPT-OSS's MXFP4,"
+    " compressed-tensors (pack-quantized), and GGUF files"
 )
 _TEXT_CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
@@ -117,7 +117,24 @@ def quantization_of(config: dict[str, Any], path: Path) -> Quantization:
             return Quantization("awq", settings)
         case "fp8" | "mxfp4":
             return Quantization(method, settings)
+        case "compressed-tensors":
+            return _compressed_tensors(settings, path)
     raise UnsupportedModel(f"{path}: quantisation {method!r} is not supported", hint=_SUPPORTED)
+
+
+def _compressed_tensors(settings: dict[str, Any], path: Path) -> Quantization:
+    kind = settings.get("format")
+    groups = list((settings.get("config_groups") or {}).values())
+    weights = [group.get("weights") or {} for group in groups if isinstance(group, dict)]
+    bits = [weight.get("num_bits") for weight in weights]
+    if kind == "pack-quantized" and bits and all(count in (4, 8) for count in bits):
+        return Quantization("compressed-tensors", {"bits": bits[0]})
+    if kind == "float-quantized" and bits and all(count == 8 for count in bits):
+        return Quantization("fp8", settings)
+    raise UnsupportedModel(
+        f"{path}: compressed-tensors format {kind!r} with {bits} bits is not supported",
+        hint=_SUPPORTED,
+    )
 
 
 def _check_gptq(settings: dict[str, Any], path: Path) -> None:

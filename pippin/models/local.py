@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pippin.errors import ModelNotFound
 from pippin.models.demo import demo_path
-from pippin.models.hub_name import parse
+from pippin.models.hub_config import read_json
+from pippin.models.hub_name import parse, parts_of
 
 LocalKind = Literal["demo", "hub", "gguf"]
 
@@ -44,7 +45,7 @@ def hub_models(cache_dir: Path | None = None) -> list[LocalModel]:
             continue
         newest = next((r for r in revisions if "main" in r.refs), revisions[-1])
         files = {str(f.file_path.relative_to(newest.snapshot_path)): f for f in newest.files}
-        if any(name.endswith(".safetensors") for name in files) and "config.json" in files:
+        if _is_complete(newest.snapshot_path, set(files)):
             found.append(
                 LocalModel(
                     repo.repo_id,
@@ -55,18 +56,31 @@ def hub_models(cache_dir: Path | None = None) -> list[LocalModel]:
                 )
             )
             continue
-        for name, file in files.items():
-            if name.endswith(".gguf"):
+        models = sorted(name for name in files if name.endswith(".gguf"))
+        for name in models:
+            parts = [files[part] for part in parts_of(name, models)]
+            # A split model counts once, by its first part.
+            if parts[0] is files[name]:
                 found.append(
                     LocalModel(
                         f"{repo.repo_id}/{name}",
-                        file.file_path,
-                        file.size_on_disk,
+                        files[name].file_path,
+                        sum(part.size_on_disk for part in parts),
                         "gguf",
-                        file.blob_last_accessed,
+                        files[name].blob_last_accessed,
                     )
                 )
     return sorted(found, key=lambda model: model.name)
+
+
+def _is_complete(snapshot: Path, names: set[str]) -> bool:
+    """Whether a directory of safetensors has its configuration and all the files of its index."""
+    if "config.json" not in names:
+        return False
+    index = "model.safetensors.index.json"
+    if index not in names:
+        return any(name.endswith(".safetensors") for name in names)
+    return set(read_json(snapshot / index).get("weight_map", {}).values()) <= names
 
 
 def remove(name: str, home: Path, *, cache_dir: Path | None = None) -> int:
@@ -84,9 +98,13 @@ def remove(name: str, home: Path, *, cache_dir: Path | None = None) -> int:
             continue
         if wanted.file is None:
             return _remove_repo(repo, cache_dir)
-        freed = _remove_file(repo, wanted.file)
-        if freed is not None:
-            return freed
+        names = {
+            str(file.file_path.relative_to(revision.snapshot_path))
+            for revision in repo.revisions
+            for file in revision.files
+        }
+        if wanted.file in names:
+            return sum(_remove_file(repo, part) for part in parts_of(wanted.file, sorted(names)))
     here = [model.name for model in list_local(home, cache_dir=cache_dir)]
     raise ModelNotFound(
         f"there is no model {name!r} on this machine",
@@ -115,15 +133,15 @@ def _remove_repo(repo: Any, cache_dir: Path | None) -> int:
     return size
 
 
-def _remove_file(repo: Any, name: str) -> int | None:
-    """Delete one file in every revision that has it, with the blobs behind; None: not there."""
-    freed: int | None = None
+def _remove_file(repo: Any, name: str) -> int:
+    """Delete one file in every revision that has it, with the blobs behind; returns bytes."""
+    freed = 0
     for revision in repo.revisions:
         for file in revision.files:
             if str(file.file_path.relative_to(revision.snapshot_path)) != name:
                 continue
             file.file_path.unlink()
             if file.blob_path.is_file():
-                freed = (freed or 0) + file.size_on_disk
+                freed += file.size_on_disk
                 file.blob_path.unlink()
     return freed

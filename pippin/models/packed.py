@@ -103,6 +103,34 @@ def awq(
     return _with_groups(codes, scale, bias, 4, None)
 
 
+def compressed_tensors(
+    weight_packed: NDArray[np.int32],
+    scale: FloatArray,
+    zero_point: NDArray[np.int32] | None,
+    g_idx: NDArray[np.int32] | None,
+    width: int,
+) -> QuantizedTensor:
+    """``weight_packed`` [out, in * bits / 32] (padded to words), ``scale`` [out, groups],
+    ``zero_point`` [out * bits / 32, groups] or None (symmetric), ``g_idx`` [in] or None.
+
+    ``width`` is "in". Source: compressed-tensors ``pack_quantized``, which shifts signed codes and
+    zero points by half the range. Raises ``ValueError`` for shapes that do not belong together.
+    """
+    words = -(-width * 4 // 32), -(-width * 8 // 32)
+    if weight_packed.shape[1] not in words:
+        raise ValueError(f"{weight_packed.shape[1]} words for {width} columns")
+    bits = 4 if weight_packed.shape[1] == words[0] else 8
+    codes = np.ascontiguousarray(unpack(weight_packed, bits)[:, :width])
+    if zero_point is None:
+        bias = scale * np.float32(-(1 << (bits - 1)))
+    else:
+        zeros = unpack(zero_point.T, bits)[:, : scale.shape[0]].T
+        bias = -(zeros.astype(np.float32) * scale)
+    if g_idx is not None and g_idx.min() < 0:
+        g_idx = None  # Written as -1 where groups are in order.
+    return _with_groups(codes, scale, np.ascontiguousarray(bias), bits, g_idx)
+
+
 def _awq_columns(words: NDArray[np.int32]) -> NDArray[np.uint8]:
     nibbles = unpack(words, 4).reshape(words.shape[0], -1, 8)
     columns = np.empty_like(nibbles)

@@ -22,10 +22,16 @@ _PARTS = {
     "gptq": (".qweight", (".qweight", ".qzeros", ".scales", ".g_idx")),
     "awq": (".qweight", (".qweight", ".qzeros", ".scales")),
     "mlx": (".scales", (".weight", ".scales", ".biases")),
-    "fp8": (".weight_scale_inv", (".weight", ".weight_scale_inv")),
+    "compressed-tensors": (
+        ".weight_packed",
+        (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"),
+    ),
+    "fp8": (".weight_scale_inv", (".weight", ".weight_scale_inv", ".input_scale")),
+    "fp8-rows": (".weight_scale", (".weight", ".weight_scale", ".input_scale")),
     "mxfp4": ("_blocks", ("_blocks", "_scales")),
 }
 """Per method: the suffix that marks a quantised module, and all suffixes that belong to it."""
+_PACKED = (".qweight", ".scales", ".absmax", ".weight_packed", ".weight_scale", "_scale_inv")
 _VISION = ("vision", "visual", "multi_modal_projector", "mm_projector", "audio", "image_newline")
 
 
@@ -52,6 +58,7 @@ class SafetensorsCheckpoint:
         self.quantization = self._method.label()
         self._files = _open_files(path)
         self._file_of = _index(self._files)
+        self._refuse_unnamed_packing()
         self._sources = self._find_sources(multimodal=self.config is not whole)
         self._check_layers()
 
@@ -89,6 +96,9 @@ class SafetensorsCheckpoint:
                 return size("_blocks") * 2
             case "fp8":
                 return size(".weight")
+            case "compressed-tensors":
+                out, width = self._stored(source.module + ".weight_shape").data.tolist()
+                return int(out * width)
         return size(".qweight") * 32 // int(self._method.settings.get("bits", 4))
 
     def _stored(self, name: str, expert: int | None = None) -> DenseTensor:
@@ -125,9 +135,22 @@ class SafetensorsCheckpoint:
                 )
             case "awq":
                 return packed.awq(words(".qweight"), words(".qzeros"), floats(".scales"))
+            case "compressed-tensors":
+                names = [module + suffix for suffix in (".weight_zero_point", ".weight_g_idx")]
+                zero_point, g_idx = (
+                    self._stored(name, source.expert).data if name in self._file_of else None
+                    for name in names
+                )
+                return packed.compressed_tensors(
+                    words(".weight_packed"),
+                    floats(".weight_scale"),
+                    zero_point,
+                    g_idx,
+                    width=int(words(".weight_shape")[1]),
+                )
             case "fp8":
                 rows, columns = self._method.settings.get("weight_block_size") or (128, 128)
-                scale = floats(".weight_scale_inv")
+                scale = floats(source.suffix)
                 weight = packed.dequantize_fp8(floats(".weight"), scale, (rows, columns))
                 return DenseTensor(weight, "float32")
             case "mxfp4":
@@ -135,9 +158,15 @@ class SafetensorsCheckpoint:
                 return DenseTensor(bits, "bfloat16")
         raise AssertionError(self._method.method)
 
+    def _layout(self) -> str:
+        method = self._method.method
+        if method == "fp8" and not any(n.endswith(".weight_scale_inv") for n in self._file_of):
+            return "fp8-rows"
+        return method
+
     def _find_sources(self, *, multimodal: bool) -> dict[str, _Source]:
         """Every hub parameter's source: packed modules as one weight, stacked experts apart."""
-        marker, suffixes = _PARTS.get(self._method.method, ("", ()))
+        marker, suffixes = _PARTS.get(self._layout(), ("", ()))
         marked = [name for name in self._file_of if marker and name.endswith(marker)]
         quantized = {name.removesuffix(marker) for name in marked}
         found: dict[str, _Source] = {}
@@ -163,6 +192,18 @@ class SafetensorsCheckpoint:
             # Saved without the causal-LM class around it.
             found = {f"model.{name}": source for name, source in found.items()}
         return found
+
+    def _refuse_unnamed_packing(self) -> None:
+        """Packed integers must not be taken for weights where config.json forgets them."""
+        if self._method.method != "dense":
+            return
+        packed_names = [name for name in self._file_of if name.endswith(_PACKED)]
+        if packed_names:
+            raise UnsupportedModel(
+                f"{self._path}: {packed_names[0]!r} belongs to quantised weights, but config.json"
+                " does not say how they are quantised",
+                hint="config.json needs quantization_config (or MLX's quantization)",
+            )
 
     def _check_layers(self) -> None:
         if "model.embed_tokens.weight" not in self._sources:

@@ -238,6 +238,37 @@ def test_fp8_with_block_scales(tmp_path: Path):
     np.testing.assert_array_equal(result, (weight.float() * full).numpy())
 
 
+@pytest.mark.parametrize("rows", [True, False])
+def test_fp8_with_a_scale_a_row_or_a_weight(tmp_path: Path, rows: bool):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file as save_torch
+
+    weight = torch.randn(64, 256).to(torch.float8_e4m3fn)
+    scale = torch.rand(64, 1) if rows else torch.rand(1)
+    settings = {"quant_method": "fp8"}
+    if rows:
+        weights = {"weights": {"num_bits": 8, "type": "float"}}
+        settings = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": weights},
+        }
+    path = directory(tmp_path / "m", plain(), CONFIG | {"quantization_config": settings})
+    module = "model.layers.0.mlp.up_proj"
+    parts = {"weight": weight, "weight_scale": scale, "input_scale": torch.ones(1)}
+    save_torch({f"{module}.{k}": v for k, v in parts.items()}, path / "model-b.safetensors")
+    checkpoint = opened(path)
+    assert checkpoint.names() == frozenset(plain()) | {f"{module}.weight"}
+    result = checkpoint.tensor(f"{module}.weight").to_float32()
+    np.testing.assert_array_equal(result, (weight.float() * scale).numpy())
+
+
+@pytest.mark.parametrize("name", [f"{PROJ}.qweight", f"{PROJ}.scales", f"{PROJ}.weight_scale_inv"])
+def test_packed_weights_without_a_word_in_the_configuration(tmp_path: Path, name: str):
+    path = directory(tmp_path / "m", plain() | {name: np.zeros((2, 2), np.int32)})
+    refused(path, "does not say how", UnsupportedModel)
+
+
 def test_mxfp4_experts_are_dequantised_exactly(tmp_path: Path):
     """GPT-OSS: [experts, 2 inner, hidden / 32, 16] bytes; nibbles in turn, low first."""
     rng = np.random.default_rng(0)
@@ -278,6 +309,10 @@ def test_mxfp4_experts_are_dequantised_exactly(tmp_path: Path):
             "marlin",
         ),
         ({"quantization_config": {"quant_method": "awq", "version": "gemv"}}, "gemv"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}},
+            "marlin-24",
+        ),
         ({"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}, "nvfp4"),
     ],
 )

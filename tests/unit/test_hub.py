@@ -240,6 +240,22 @@ def test_the_environment_of_the_hubs_client_is_obeyed(standin: Hub, tmp_path: Pa
     assert len(standin.requests) == asked
 
 
+def test_a_split_model_counts_once_and_goes_as_one(standin: Hub, cache: Path, tmp_path: Path):
+    fetch(standin, cache, "org/quants:BF16")
+    (model,) = local.list_local(tmp_path, cache_dir=cache)
+    assert model.name == "org/quants/BF16/m-BF16-00001-of-00002.gguf"
+    assert model.size_bytes == 10
+    assert local.remove(model.name, tmp_path, cache_dir=cache) == 10
+    assert local.list_local(tmp_path, cache_dir=cache) == []
+
+
+def test_a_model_with_missing_shards_is_not_listed(standin: Hub, cache: Path, tmp_path: Path):
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    standin.repos["org/plain"]["model.safetensors.index.json"] = json.dumps(index).encode()
+    fetch(standin, cache, "org/plain")
+    assert local.list_local(tmp_path, cache_dir=cache) == []
+
+
 def test_list_and_remove(standin: Hub, cache: Path, tmp_path: Path):
     fetch(standin, cache, "org/plain")
     fetch(standin, cache, "org/quants:Q8_0")
