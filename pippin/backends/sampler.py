@@ -163,8 +163,8 @@ class Limits:
     """-inf where there is no limit."""
     checked: Int64
     """Indices of those limited by top_k or top_p."""
-    partial: Int64
-    """Indices into ``checked`` of those whose top_p is a part of what top_k or min_p leave."""
+    partial: npt.NDArray[np.bool_]
+    """Whether top_p is a part of what top_k or min_p leave."""
 
     vocab_size: int
 
@@ -204,7 +204,7 @@ class Limits:
     ) -> Limits:
         by_k, by_p = top_k < vocab_size, top_p < np.inf
         checked = np.flatnonzero(by_k | by_p)
-        partial = np.flatnonzero((by_p & (by_k | (log_min_p > -np.inf)))[checked])
+        partial = by_p & (by_k | (log_min_p > -np.inf))
         return Limits(rows, temperature, top_k, top_p, log_min_p, checked, partial, vocab_size)
 
 

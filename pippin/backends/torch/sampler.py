@@ -15,21 +15,13 @@ from torch import Tensor
 
 from pippin.backends.base import SampledToken, SampleRow, SamplingState
 from pippin.backends.noise import position_keys
-from pippin.backends.sampler import (
-    LOWEST_LOGPROB,
-    Packed,
-    SequenceState,
-    bans,
-    pack,
-    penalties,
-)
-from pippin.backends.torch.draw import DeviceLimits, Drawer, Looked
+from pippin.backends.sampler import Packed, SequenceState, bans, pack, penalties
+from pippin.backends.torch.draw import DeviceLimits, Drawer
+from pippin.backends.torch.lanes import Lanes, Looked
+from pippin.backends.torch.logprobs import report
 from pippin.types.request import Logprobs
 
 logger = logging.getLogger(__name__)
-
-#: Elements of the logits that ``prompt_logprobs`` turns into float32 at once.
-_CHUNK_ELEMENTS = 1 << 24
 
 _INFINITY = float("inf")
 
@@ -40,8 +32,9 @@ class TorchSampler:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._drawer = Drawer(vocab_size, device)
-        self._put = self._drawer.put
+        self._lanes = Lanes(vocab_size, device)
+        self._drawer = Drawer(self._lanes)
+        self._put = self._lanes.put
         self._states: dict[int, SequenceState] = {}
         self._seqs: tuple[int, ...] = ()
         self._batch: _Batch | None = None
@@ -64,15 +57,15 @@ class TorchSampler:
         packed = batch.packed
         positions = [row.position for row in rows]
         x = self._take(logits, [row.row for row in rows])
-        raw = torch.log_softmax(x[batch.logprobs], -1) if packed.logprobs else None
+        raw = self._keep_raw(x, batch) if packed.logprobs else None
         self._edit(x, batch, positions)
-        looked = self._drawer.look(x)
+        looked = self._lanes.look(x)
         if not looked.top.isfinite().all():
             self._repair(x, packed, positions)
-            looked = self._drawer.look(x)
+            looked = self._lanes.look(x)
         chosen = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         if len(packed.greedy):
-            chosen[batch.greedy] = self._drawer.greedy(looked, batch.greedy)
+            chosen[batch.greedy] = self._lanes.first(looked, batch.greedy)
         for draw, limits in batch.draws:
             places = limits.host.rows
             keys = position_keys(packed.streams[places], np.array(positions)[places])
@@ -83,9 +76,9 @@ class TorchSampler:
         sampled = [SampledToken(token) for token in tokens]
         if raw is not None:
             tops = [packed.states[r].params.logprobs or 0 for r in packed.logprobs]
-            reports = _report(raw, chosen[batch.logprobs], tops)
-            for r, report in zip(packed.logprobs, reports, strict=True):
-                sampled[r] = SampledToken(tokens[r], report)
+            reports = self._report(raw, chosen[batch.logprobs], tops)
+            for r, logprobs in zip(packed.logprobs, reports, strict=True):
+                sampled[r] = SampledToken(tokens[r], logprobs)
         return sampled
 
     @torch.inference_mode()
@@ -93,20 +86,27 @@ class TorchSampler:
         self, logits: Tensor, first_row: int, targets: Sequence[int], top: int
     ) -> list[Logprobs]:
         """Raw log probabilities of ``targets[i]`` in row ``first_row + i``, with the best."""
-        chunk = max(1, _CHUNK_ELEMENTS // self._vocab_size)
+        lines = logits[first_row : first_row + len(targets)]
+        tokens = torch.tensor(targets, dtype=torch.int64, device=self._device)
+        return self._report(lines, tokens, [top] * len(targets))
+
+    def _report(self, raw: Tensor, tokens: Tensor, tops: list[int]) -> list[Logprobs]:
         result: list[Logprobs] = []
-        for start in range(0, len(targets), chunk):
-            wanted = targets[start : start + chunk]
-            row = first_row + start
-            lines = torch.log_softmax(logits[row : row + len(wanted)].float(), -1)
-            tokens = torch.tensor(wanted, dtype=torch.int64, device=self._device)
-            result += _report(lines, tokens, [top] * len(wanted))
+        for start in range(0, len(tops), self._lanes.most_rows):
+            part = slice(start, start + self._lanes.most_rows)
+            lines = raw[part].float().contiguous()
+            result += report(self._lanes, lines, tokens[part], tops[part])
         return result
+
+    def _keep_raw(self, x: Tensor, batch: _Batch) -> Tensor:
+        """Copies of the rows whose log probabilities are wanted, before they are edited."""
+        kept = self._lanes.keep("raw", len(batch.logprobs))
+        return torch.index_select(x, 0, batch.logprobs, out=kept)
 
     def _batch_of(self, seqs: tuple[int, ...]) -> _Batch:
         if self._batch is None or self._seqs != seqs:
             packed = pack([self._states[seq] for seq in seqs], self._vocab_size)
-            self._batch = _Batch.make(packed, self._drawer)
+            self._batch = _Batch.make(packed, self._lanes, self._drawer)
             self._seqs = seqs
         return self._batch
 
@@ -182,12 +182,12 @@ class _Batch:
     logprobs: Tensor
 
     @staticmethod
-    def make(packed: Packed, drawer: Drawer) -> _Batch:
-        put, draws = drawer.put, list[tuple[_Draw, DeviceLimits]]()
+    def make(packed: Packed, lanes: Lanes, drawer: Drawer) -> _Batch:
+        put, draws = lanes.put, list[tuple[_Draw, DeviceLimits]]()
         if len(packed.few.rows):
             draws.append((drawer.few, DeviceLimits.make(packed.few, put)))
-        for start in range(0, len(packed.many.rows), drawer.most_rows):
-            part = packed.many.take(slice(start, start + drawer.most_rows))
+        for start in range(0, len(packed.many.rows), lanes.most_rows):
+            part = packed.many.take(slice(start, start + lanes.most_rows))
             draws.append((drawer.many, DeviceLimits.make(part, put)))
         return _Batch(
             packed=packed,
@@ -199,16 +199,3 @@ class _Batch:
             allowed=put(packed.allowed),
             logprobs=put(np.array(packed.logprobs, dtype=np.int64)),
         )
-
-
-def _report(lines: Tensor, tokens: Tensor, tops: list[int]) -> list[Logprobs]:
-    """Log probabilities of ``tokens`` [rows] in ``lines`` [rows, vocab], and the best of each."""
-    own = lines.gather(1, tokens[:, None])
-    ranks: list[int] = ((lines > own).sum(-1) + 1).tolist()
-    best = lines.topk(min(max(tops), lines.shape[1]), -1)
-    values = torch.cat((own, best.values), 1).nan_to_num_(nan=LOWEST_LOGPROB)
-    shown: list[list[float]] = values.clamp_(min=LOWEST_LOGPROB).tolist()
-    ids: list[list[int]] = torch.cat((tokens[:, None], best.indices), 1).tolist()
-    return [
-        Logprobs(ids[r][: 1 + top], shown[r][: 1 + top], ranks[r]) for r, top in enumerate(tops)
-    ]
