@@ -185,7 +185,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at one position, after penalties and masks, at temperature 1.
+    """Log probabilities at one position, of the model's own distribution: before masks, bias,
+    penalties and temperature (vLLM's default, ``raw_logprobs``). All finite, at least -9999.
 
     ``token_ids[0]`` is the sampled (or prompt) token; the ``k`` most likely follow, best first.
     """
