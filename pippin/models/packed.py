@@ -33,12 +33,14 @@ def unpack(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
         mask = np.uint8((1 << bits) - 1)
         parts = [(stream >> np.uint8(shift)) & mask for shift in range(0, 8, bits)]
         return np.stack(parts, axis=-1).reshape(*stream.shape[:-1], -1)
-    rows = stream.reshape(-1, stream.shape[-1])
-    codes = np.empty((rows.shape[0], rows.shape[1] * 8 // bits), np.uint8)
-    # A row at a time: unpacked bits take eight times the memory of the stream.
-    for row, out in zip(rows, codes, strict=True):
-        single = np.unpackbits(row, bitorder="little").reshape(-1, bits)
-        out[:] = np.packbits(single, axis=1, bitorder="little")[:, 0]
+    # Eight codes fill ``bits`` bytes: gather these in one integer, then shift each code out.
+    octets = stream.reshape(-1, bits)
+    gathered = np.zeros(len(octets), np.uint64)
+    for byte in range(bits):
+        gathered |= octets[:, byte].astype(np.uint64) << np.uint64(8 * byte)
+    codes = np.empty((len(octets), 8), np.uint8)
+    for code in range(8):
+        codes[:, code] = (gathered >> np.uint64(code * bits)) & np.uint64((1 << bits) - 1)
     return codes.reshape(*stream.shape[:-1], -1)
 
 
@@ -154,7 +156,7 @@ def _with_groups(
         columns = np.argsort(g_idx, kind="stable").astype(np.int32)
         if not np.array_equal(g_idx[columns], np.arange(width) // group_size):
             raise ValueError("g_idx does not give every group the same number of columns")
-        codes = codes[:, columns]
+        codes = np.take(codes, columns, axis=1)
     return QuantizedTensor(np.ascontiguousarray(codes), scale, bias, bits, group_size, columns)
 
 

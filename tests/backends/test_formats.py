@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch_tiny import Driver, make_reference, reference_logits
+from torch_tiny import MODELS, Driver, make_reference, reference_logits
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pippin.backends.torch.runner import load
 from pippin.config import Config, ModelConfig
@@ -257,3 +258,33 @@ def test_logits_equal_those_of_the_dequantised_weights(name: str, tmp_path: Path
     error = (after - before).abs().mean() / before.abs().mean()
     if name != "compressed-tensors-8":  # Its zero points were moved: another model altogether.
         assert 0 < error < (0.3 if name == "mlx-3" else 0.15)
+
+
+def test_gpt_oss_as_the_hub_has_it(tmp_path: Path):
+    """Experts as MXFP4 blocks and scales; transformers' own conversion is the oracle."""
+    kind, changes = MODELS["gpt_oss"]
+    reference = make_reference(kind, {**changes, "hidden_size": 64, "intermediate_size": 32})
+    path = tmp_path / "m"
+    path.mkdir()
+    settings = {"quantization_config": {"quant_method": "mxfp4"}}
+    (path / "config.json").write_text(json.dumps(reference.config.to_dict() | settings))
+    generator = torch.Generator().manual_seed(0)
+    tensors, state = {}, reference.state_dict()
+    for name, tensor in list(state.items()):
+        if not name.endswith((".gate_up_proj", ".down_proj")):
+            tensors[name] = tensor.clone()
+            continue
+        experts, width, out = tensor.shape
+        shape = (experts, out, width // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+        state[name] = convert_moe_packed_tensors(blocks, scales).float()
+    reference.load_state_dict(state)
+    save_file(tensors, path / "model.safetensors")
+    config = Config(model=ModelConfig(model=str(path), device="cpu", dtype="float32"))
+    driver = Driver(load(config, resolve(str(path), home=tmp_path)), num_blocks=64)
+    driver.add(0, TOKENS)
+    actual = driver.run([{0: 30}, {0: len(TOKENS) - 30}])[0]
+    expected = reference_logits(reference, TOKENS)
+    assert (actual - expected).abs().max() < 1e-3 * expected.abs().max().clamp(min=1)
