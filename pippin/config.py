@@ -25,6 +25,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     served_model_name: tuple[str, ...] = ()
     """Names the API answers to; default: ``model`` as it was given."""
     tokenizer: str | None = None
+    chat_template: str | None = None
+    """The operator's own template, a file or the text itself; it replaces the model's."""
     revision: str | None = None
     backend: BackendName = "auto"
     device: str = "auto"
@@ -67,6 +69,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_timeout: float | None = None
     """Seconds from arrival after which a request ends with an error; None: no limit."""
     max_body_bytes: int = 8 * 1024 * 1024
+    trust_request_chat_template: bool = False
+    """Take templates from requests. A template may run for ever."""
     drain_timeout: float = 30.0
     """Seconds that running requests get to finish at SIGTERM."""
 

@@ -88,7 +88,9 @@ class LLM:
             offline=home.hub_offline,
             home=home.home,
         )
-        self._tokenizer = load_tokenizer(found, config.model.tokenizer)
+        self._tokenizer = load_tokenizer(
+            found, config.model.tokenizer, chat_template=config.model.chat_template
+        )
         self._engine: core.EngineCore | None = core.load(config, SystemClock())
         self._counter = 0
 

@@ -51,7 +51,12 @@ class Service:
                 progress=sys.stderr.isatty(),
             )
             open_checkpoint(found)  # here, where a broken file costs no start of the engine
-            self._tokenizer = load_tokenizer(found, config.model.tokenizer)
+            self._tokenizer = load_tokenizer(
+                found,
+                config.model.tokenizer,
+                chat_template=config.model.chat_template,
+                trust_request_chat_template=config.server.trust_request_chat_template,
+            )
         except BaseException:
             self._socket.close()
             raise

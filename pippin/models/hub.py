@@ -28,6 +28,9 @@ from pippin.models.local import hub_models
 logger = logging.getLogger(__name__)
 
 WANTED = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
+TOKENIZER = ["tokenizer*", "*.model", "*.jinja", "*.tiktoken", "vocab*", "merges.txt"]
+TOKENIZER += ["special_tokens_map.json", "added_tokens.json", "generation_config.json"]
+TOKENIZER += ["config.json", "chat_template.json"]
 UNWANTED = ["*/*", "consolidated*", "adapter_*", "training_args*"]
 """Sub-directories hold copies in other formats (onnx, original); consolidated is Mistral's own."""
 
@@ -40,10 +43,12 @@ def fetch(
     progress: bool = False,
     endpoint: str | None = None,
     cache_dir: Path | None = None,
+    weights: bool = True,
 ) -> Path:
     """Download what of ``model`` is not in the cache; returns the snapshot's directory or the GGUF
     file (of a split one, the first).
 
+    ``weights=False`` takes the tokenizer's files only, and returns their directory.
     Without a network, a complete copy in the cache is used and a warning logged. ``offline`` asks
     the cache only. ``endpoint``, ``cache_dir``: None for the client's own (HF_ENDPOINT, HF_HOME).
     Raises ``ModelNotFound`` (no such repository, revision or file), ``UnsupportedModel`` (only
@@ -52,7 +57,7 @@ def fetch(
     name = parse(model, revision)
     if name is None:
         raise ModelNotFound(f"{model!r} is not a model's name on the hub", hint="it is org/name")
-    source = _Source(name, endpoint, cache_dir)
+    source = _Source(name, endpoint, cache_dir, weights)
     if offline:
         return _cached_or_error(source, None)
     with _progress_bars(progress):
@@ -94,8 +99,11 @@ def fetch(
 class _Source:
     """One model on one hub."""
 
-    def __init__(self, name: HubName, endpoint: str | None, cache_dir: Path | None) -> None:
+    def __init__(
+        self, name: HubName, endpoint: str | None, cache_dir: Path | None, weights: bool
+    ) -> None:
         self.name = name
+        self.weights = weights
         self.cache_dir = cache_dir
         self._api = huggingface_hub.HfApi(endpoint=endpoint, library_name="pippin")
         self.url = f"{self._api.endpoint}/{name.repo}"
@@ -106,6 +114,8 @@ class _Source:
 
     def download(self, files: list[str]) -> Path:
         name = self.name
+        if not self.weights:
+            return self.snapshot(allow_patterns=TOKENIZER, ignore_patterns=UNWANTED)
         plain = any(file.endswith(".safetensors") and "/" not in file for file in files)
         if name.file is None and name.quant is None and plain:
             return self.snapshot(allow_patterns=WANTED, ignore_patterns=UNWANTED)
@@ -117,6 +127,8 @@ class _Source:
         try:
             # An empty pattern list only finds the directory, whatever it has.
             folder = self.snapshot(allow_patterns=[], local_files_only=True)
+            if not self.weights:
+                return folder if any(folder.glob("tokenizer*")) else None
             plain = self.name.file is None and self.name.quant is None
             if plain and any(folder.glob("*.safetensors")):
                 return self.snapshot(

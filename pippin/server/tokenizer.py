@@ -10,6 +10,7 @@ from pippin.config import environment
 from pippin.errors import InvalidRequest, ModelInvalid
 from pippin.models.files import ModelFiles, resolve
 from pippin.models.gguf_tokenizer import read_gguf
+from pippin.models.hub_name import parse
 from pippin.models.tokenizer_files import read_directory
 from pippin.models.tokenizer_parts import TokenizerParts, encode
 from pippin.server.chat_template import ChatOptions, ChatTemplates
@@ -24,7 +25,7 @@ def load_tokenizer(
     chat_template: str | None = None,
     trust_request_chat_template: bool = False,
     home: Path | None = None,
-    offline: bool = False,
+    offline: bool | None = None,
 ) -> Tokenizer:
     """The tokenizer of a model.
 
@@ -35,15 +36,27 @@ def load_tokenizer(
     home = environment().home if home is None else home
     parts = _read(Path(files.path), files.kind == "gguf", home) if tokenizer is None else None
     if parts is None:
-        path = Path(str(tokenizer)).expanduser()
-        if not path.exists():
-            path = resolve(str(tokenizer), offline=offline, home=home).path
+        path = _find(
+            str(tokenizer), home, environment().hub_offline if offline is None else offline
+        )
         parts = _read(path, path.suffix == ".gguf", home)
     return Tokenizer(
         parts,
         chat_template=None if chat_template is None else _template_text(chat_template),
         trust_request_chat_template=trust_request_chat_template,
     )
+
+
+def _find(tokenizer: str, home: Path, offline: bool) -> Path:
+    path = Path(tokenizer).expanduser()
+    if path.exists():
+        return path
+    name = parse(tokenizer)
+    if name is None or name.file is not None or name.quant is not None:
+        return resolve(tokenizer, offline=offline, home=home).path
+    from pippin.models.hub import fetch
+
+    return fetch(tokenizer, offline=offline, weights=False)
 
 
 def _read(path: Path, is_gguf: bool, home: Path) -> TokenizerParts:

@@ -119,7 +119,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeProcess:
     monkeypatch.setattr(service, "EngineProcess", lambda config: fake)
     monkeypatch.setattr(service.files, "resolve", lambda model, **how: model)
     monkeypatch.setattr(service, "open_checkpoint", lambda files: None)
-    monkeypatch.setattr(service, "load_tokenizer", lambda files, name: make_tokenizer())
+    monkeypatch.setattr(service, "load_tokenizer", lambda files, name, **more: make_tokenizer())
     return fake
 
 

@@ -85,7 +85,7 @@ class FakeCore:
 def core(monkeypatch: pytest.MonkeyPatch) -> FakeCore:
     fake = FakeCore()
     monkeypatch.setattr(llm.files, "resolve", lambda model, **how: model)
-    monkeypatch.setattr(llm, "load_tokenizer", lambda files, name: make_tokenizer())
+    monkeypatch.setattr(llm, "load_tokenizer", lambda files, name, **more: make_tokenizer())
     monkeypatch.setattr(llm.core, "load", lambda config, clock: fake)
     return fake
 
@@ -288,7 +288,7 @@ def test_a_closed_model_says_so(core: FakeCore):
 
 def test_default_sampling_is_the_models(core: FakeCore, monkeypatch):
     tokenizer = make_tokenizer(default_sampling={"temperature": 0.6, "top_p": 0.9})
-    monkeypatch.setattr(llm, "load_tokenizer", lambda files, name: tokenizer)
+    monkeypatch.setattr(llm, "load_tokenizer", lambda files, name, **more: tokenizer)
     model = LLM("m")
     model.generate("a")
     params = core.requests[0].params

@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
+from hub_standin import Hub, serve
 from text_samples import differences, gguf_of_byte_level, samples
 from tokenizer_standins import (
     CHATML,
@@ -21,8 +23,8 @@ from tokenizer_standins import (
 )
 from tokenizers import Tokenizer as Backend
 
-from pippin.errors import InvalidRequest, ModelError, ModelInvalid
-from pippin.models import tokenizer_files
+from pippin.errors import DownloadError, InvalidRequest, ModelError, ModelInvalid
+from pippin.models import hub, tokenizer_files
 from pippin.models.files import ModelFiles
 from pippin.models.tokenizer_files import read_directory
 from pippin.models.tokenizer_parts import TokenizerParts
@@ -317,6 +319,33 @@ def test_load(model: Path, tmp_path: Path) -> None:
         load_tokenizer(files(elsewhere), home=tmp_path)
     with pytest.raises(ModelError):
         load_tokenizer(files(model), "/no/such/place", home=tmp_path)
+
+
+def test_tokenizer_of_the_hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the tokenizer's files are fetched; they are found again offline."""
+    repo = {
+        "config.json": b'{"eos_token_id": 2}',
+        "tokenizer.json": (model / "tokenizer.json").read_bytes(),
+        "tokenizer_config.json": json.dumps({"chat_template": CHATML}).encode(),
+        "model.safetensors": b"weights",
+        "README.md": b"text",
+    }
+    elsewhere = tmp_path / "empty"
+    elsewhere.mkdir()
+    fetch = hub.fetch
+    with serve(Hub({"org/name": repo})) as standin:
+        monkeypatch.setattr(
+            hub, "fetch", partial(fetch, endpoint=standin.url, cache_dir=tmp_path / "cache")
+        )
+        tok = load_tokenizer(files(elsewhere), "org/name", home=tmp_path)
+        assert tok.encode("hello") == tokenizer().encode("hello")
+        assert (tok.eos_token_ids, tok.has_chat_template) == ((2,), True)
+        assert not standin.ranges_of("model.safetensors")
+        assert not standin.ranges_of("README.md")
+    again = load_tokenizer(files(elsewhere), "org/name", home=tmp_path, offline=True)
+    assert again.encode("hello") == tok.encode("hello")
+    with pytest.raises(DownloadError):
+        load_tokenizer(files(elsewhere), "org/other", home=tmp_path, offline=True)
 
 
 def test_operators_template(model: Path, tmp_path: Path) -> None:
