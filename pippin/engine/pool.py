@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 
-#: A sequence that starts behind a live one leaves it room to grow, at most this many blocks.
-GROWTH_BLOCKS = 64
-
-#: Of the blocks that nobody uses, the share that may be allocated in any order.
-OPEN_SHARE = 2
-
-_OPEN_RUN = re.compile(rb"\x01+")
+#: A sequence that starts behind a live one leaves it room to grow: blocks, best choice first.
+GROWTH_BLOCKS = (64, 32, 16)
 
 
 class BlockPool:
@@ -19,9 +13,9 @@ class BlockPool:
 
     A block is *used* (referenced), *idle* (cached and lately used) or *open*. Open blocks may be
     allocated; some still are in the cache, and are found there until they are. Idle blocks are
-    opened, least recently used first, so that about half of what is not used is open: enough to
-    choose from for long runs. Sequences get ascending runs where possible, because a backend reads
-    a contiguous sequence as a view instead of gathering it.
+    opened, least recently used first, so that half of what is not used is open, and up to three
+    quarters where it takes that for a long run. Sequences get ascending runs where possible,
+    because a backend reads a contiguous sequence as a view instead of gathering it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -81,11 +75,7 @@ class BlockPool:
 
         ``count`` must not exceed ``num_available``.
         """
-        wanted = max(count, self.num_available // OPEN_SHARE)
-        while self._num_open < wanted:
-            block, _ = self._idle.popitem(last=False)
-            self._open[block] = 1
-            self._num_open += 1
+        self._ripen(max(count, self.num_available // 2))
         blocks: list[int] = []
         if after >= 0:
             self._take(after + 1, count, blocks)
@@ -93,6 +83,13 @@ class BlockPool:
             missing = count - len(blocks)
             self._take(self._best_start(missing), missing, blocks)
         return blocks
+
+    def _ripen(self, count: int) -> None:
+        """Open idle blocks, least recently used first, until ``count`` are open."""
+        while self._num_open < count:
+            block, _ = self._idle.popitem(last=False)
+            self._open[block] = 1
+            self._num_open += 1
 
     def _take(self, start: int, count: int, blocks: list[int]) -> None:
         """Append open blocks ``start, start + 1, …`` up to ``count`` or the first that is not."""
@@ -110,18 +107,34 @@ class BlockPool:
         self._num_open -= block - start
 
     def _best_start(self, count: int) -> int:
-        """Where ``count`` blocks should start: in the longest open run.
+        """Where ``count`` blocks should start: in a run with room to grow, or else the longest.
 
         Not at its head if a live sequence ends there and there is space for both.
         """
-        start = length = 0
-        for run in _OPEN_RUN.finditer(self._open):
-            size = run.end() - run.start()
-            if size > length:
-                start, length = run.start(), size
-        if length > count and start > 0 and self._refs[start - 1]:
-            start += min((length - count) // 2, GROWTH_BLOCKS)
+        most = self.num_available * 3 // 4
+        for room in GROWTH_BLOCKS:
+            run = b"\x01" * (count + 2 * room)
+            while (start := self._open.find(run)) < 0 and self._num_open < most:
+                self._ripen(min(most, self._num_open + 1 + self.num_blocks // 16))
+            if start >= 0:
+                return start + room if start and self._refs[start - 1] else start
+        start, length = self._longest_run(count + 2 * GROWTH_BLOCKS[-1])
+        if length > count and start and self._refs[start - 1]:
+            start += (length - count) // 2
         return start
+
+    def _longest_run(self, none: int) -> tuple[int, int]:
+        """Start and length of the longest open run, knowing that there is none of ``none``."""
+        length = 1
+        start = self._open.find(b"\x01")
+        while none - length > 1:
+            middle = (none + length) // 2
+            found = self._open.find(b"\x01" * middle)
+            if found < 0:
+                none = middle
+            else:
+                length, start = middle, found
+        return start, length
 
     def check(self, holders: dict[int, int]) -> None:
         """Assert that the books agree with ``holders``: references per block, counted elsewhere."""

@@ -71,12 +71,15 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        Raises ``InvalidRequest`` for an empty prompt or an id in use, ``ContextLengthExceeded``
-        where the request can never fit.
+        Raises ``InvalidRequest`` for an empty prompt, impossible token ids or an id in use,
+        ``ContextLengthExceeded`` where the request can never fit.
         """
         prompt, output = len(request.prompt_token_ids), request.max_tokens
         if not prompt:
             raise InvalidRequest("The prompt is empty.", param="prompt")
+        for tokens in (request.prompt_token_ids, request.output_token_ids):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < 2**32:
+                raise InvalidRequest("Token ids must be in [0, 2**32).", param="prompt")
         if request.request_id in self._sequences:
             raise InvalidRequest(f"Request id {request.request_id!r} is in use already.")
         if prompt + output > self._max_model_len:
@@ -215,7 +218,7 @@ class Scheduler:
         step.add_decode(seq, self._kv.take_new_blocks(seq))
 
     def _schedule_prefills(self, step: StepBuilder, prefills: list[Sequence]) -> bool:
-        """Add chunks of running sequences' prompts. Whether there is room for a newcomer."""
+        """Add chunks of running sequences' prompts. Whether the budget may have room for more."""
         prefills.sort(key=_rank)
         for seq in prefills:
             if seq.state is not SequenceState.RUNNING or not self._rows_left(step, seq):
@@ -224,7 +227,7 @@ class Scheduler:
             if not count:
                 return False
             self._prefill(step, seq, count)
-        return not step.preempted
+        return True
 
     def _rows_left(self, step: StepBuilder, seq: Sequence) -> int:
         """Most tokens of ``seq`` in this step as far as rows of logits go."""

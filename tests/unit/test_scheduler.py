@@ -219,6 +219,9 @@ def test_what_can_never_run_is_refused() -> None:
     engine = FakeEngine(max_model_len=40, num_blocks=(8,))
     with pytest.raises(InvalidRequest, match="empty"):
         engine.add(request("a", [], 4))
+    for token in (-1, 2**32):
+        with pytest.raises(InvalidRequest, match="Token ids"):
+            engine.add(request("a", [1, token, 2], 4))
     with pytest.raises(ContextLengthExceeded, match=r"40 tokens.*38.*3"):
         engine.add(request("a", prompt(38), 3))
     with pytest.raises(ContextLengthExceeded, match="KV cache"):
