@@ -62,6 +62,8 @@ class Scheduler:
         self._next_step = 0
         self._turn = 0
         """Where the round of decodes goes on when not all fit in a step."""
+        self._overtaken: Sequence | None = None
+        """It lacked blocks while sequences behind it were in flight."""
         self._num_preemptions = 0
         self._last_tokens = 0
         self._last_seconds = 0.0
@@ -127,7 +129,7 @@ class Scheduler:
     def _end_early(
         self, seq: Sequence, reason: FinishReason, error: str | None = None
     ) -> SequenceOutput:
-        output = self._output(seq, [], finish_reason=reason, error=error)
+        output = seq.output([], finish_reason=reason, error=error)
         self._finish(seq)
         return output
 
@@ -155,6 +157,7 @@ class Scheduler:
         ``now`` is in seconds since the epoch.
         """
         step = StepBuilder(self._budget.max_tokens)
+        self._serve_overtaken(step)
         prefills, withheld = self._schedule_decodes(step)
         if self._schedule_prefills(step, prefills):
             self._admit(step, now)
@@ -210,12 +213,23 @@ class Scheduler:
         return min(self._kv.block_size, (tokens + self._next_step % 2) // 2)
 
     def _decode(self, step: StepBuilder, seq: Sequence) -> None:
+        if self._make_room(step, seq):
+            step.add_decode(seq, self._kv.take_new_blocks(seq))
+
+    def _make_room(self, step: StepBuilder, seq: Sequence) -> bool:
+        """See to it that the next token of ``seq`` has its blocks."""
         end = seq.num_scheduled + 1
         if end > seq.capacity:
             while not self._kv.extend(seq, end):
                 if not self._preempt_behind(seq, step):
-                    return
-        step.add_decode(seq, self._kv.take_new_blocks(seq))
+                    return False
+        return True
+
+    def _serve_overtaken(self, step: StepBuilder) -> None:
+        """Let a sequence have its blocks first that lacked them, held by others in flight."""
+        seq, self._overtaken = self._overtaken, None
+        if seq is not None and seq.state is SequenceState.RUNNING:
+            self._make_room(step, seq)
 
     def _schedule_prefills(self, step: StepBuilder, prefills: list[Sequence]) -> bool:
         """Add chunks of running sequences' prompts. Whether the budget may have room for more."""
@@ -300,13 +314,16 @@ class Scheduler:
     def _preempt_behind(self, seq: Sequence, step: StepBuilder) -> bool:
         """Take the blocks of the last sequence behind ``seq`` that no plan in flight uses.
 
-        The first in rank always gets its blocks so; any other that finds no victim keeps what it
-        has and waits for those before it.
+        The first in rank always gets its blocks so, in the next step if not in this one; any other
+        that finds no victim keeps what it has and waits for those before it.
         """
         for victim in reversed(self._running):
             if victim.rank <= seq.rank:
-                return False
-            if not victim.in_flight:
+                break
+            if victim.in_flight:
+                if self._overtaken is None or seq.rank < self._overtaken.rank:
+                    self._overtaken = seq
+            else:
                 self._running.remove(victim)
                 self._release(victim)
                 victim.state = SequenceState.WAITING
@@ -361,7 +378,7 @@ class Scheduler:
     def _advance(self, seq: Sequence, tokens: Mapping[int, SampledToken]) -> SequenceOutput:
         """All tokens of ``seq`` are computed: append the one sampled behind them, if any."""
         if not seq.wants_token:
-            output = self._output(seq, [], finish_reason=FinishReason.LENGTH)
+            output = seq.output([], finish_reason=FinishReason.LENGTH)
             self._finish(seq)
             return output
         sampled = tokens[seq.slot]
@@ -369,52 +386,12 @@ class Scheduler:
         logprobs = None if sampled.logprobs is None else [sampled.logprobs]
         ending = seq.ending(self._max_model_len)
         if ending is None:
-            return self._output(seq, [sampled.token_id], logprobs)
+            return seq.output([sampled.token_id], logprobs)
         reason, stop = ending
         output = self._output(
             seq, [sampled.token_id], logprobs, finish_reason=reason, stop_reason=stop
         )
         self._finish(seq)
-        return output
-
-    def _output(
-        self,
-        seq: Sequence,
-        token_ids: list[int],
-        logprobs: list[Logprobs] | None = None,
-        *,
-        finish_reason: FinishReason | None = None,
-        stop_reason: int | None = None,
-        error: str | None = None,
-    ) -> SequenceOutput:
-        request = seq.request
-        if seq.had_output:
-            return SequenceOutput(
-                request_id=request.request_id,
-                token_ids=token_ids,
-                logprobs=logprobs,
-                finish_reason=finish_reason,
-                stop_reason=stop_reason,
-                error=error,
-            )
-        seq.had_output = True
-        complete = seq.prompt_logprobs is not None and not seq.needs_prompt_logits
-        waited = 0.0
-        if seq.first_scheduled is not None and request.arrival_time > 0:
-            waited = max(0.0, seq.first_scheduled - request.arrival_time)
-        output = SequenceOutput(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=seq.prompt_logprobs if complete else None,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            num_cached_tokens=seq.num_cached_tokens,
-            queue_seconds=waited,
-            error=error,
-        )
-        if complete:
-            seq.prompt_logprobs = None
         return output
 
     def _finish(self, seq: Sequence) -> None:

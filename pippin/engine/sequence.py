@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pippin.backends.base import SamplingState
-from pippin.types.request import FinishReason, Logprobs, Request
+from pippin.types.request import FinishReason, Logprobs, Request, SequenceOutput
 
 
 class SequenceState(Enum):
@@ -147,3 +147,42 @@ class Sequence:
         if count >= request.max_tokens or len(self.tokens) >= max_model_len:
             return FinishReason.LENGTH, None
         return None
+
+    def output(
+        self,
+        token_ids: list[int],
+        logprobs: list[Logprobs] | None = None,
+        *,
+        finish_reason: FinishReason | None = None,
+        stop_reason: int | None = None,
+        error: str | None = None,
+    ) -> SequenceOutput:
+        """What a step added; the first one also tells of the prompt, the cache and the queue."""
+        if self.had_output:
+            return SequenceOutput(
+                request_id=self.request.request_id,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                finish_reason=finish_reason,
+                stop_reason=stop_reason,
+                error=error,
+            )
+        self.had_output = True
+        scores = None if self.needs_prompt_logits else self.prompt_logprobs
+        if scores is not None:
+            self.prompt_logprobs = None
+        arrival = self.request.arrival_time
+        waited = 0.0
+        if self.first_scheduled is not None and arrival > 0:
+            waited = max(0.0, self.first_scheduled - arrival)
+        return SequenceOutput(
+            request_id=self.request.request_id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=scores,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=self.num_cached_tokens,
+            queue_seconds=waited,
+            error=error,
+        )

@@ -90,6 +90,17 @@ def test_a_prompt_gets_its_share_of_a_step_full_of_decodes() -> None:
     assert all(len(engine.tokens(str(i))) < 60 for i in range(4))
 
 
+def test_decodes_use_what_prompts_cannot() -> None:
+    """Tokens kept for a prompt go to decodes when it has to wait for blocks."""
+    engine = FakeEngine(
+        groups=(window(4),), num_blocks=(4,), max_num_batched_tokens=1, caching=False
+    )
+    engine.add(request("a", prompt(3), 40))
+    engine.add(request("b", prompt(30, 2), 2))
+    engine.run(depth=2)
+    engine.check_results()
+
+
 # Several plans in flight
 
 
@@ -262,6 +273,29 @@ def test_the_lowest_priority_gives_way() -> None:
     engine.add(request("high", prompt(8, 2), 20, priority=0, arrival_time=2.0))
     engine.run()
     assert engine.entered == ["high", "low", "low"]
+    engine.check_results()
+
+
+def test_a_prompt_is_not_starved_by_streams_behind_it() -> None:
+    """Decodes come first in a step, but what ranks first gets the blocks."""
+    engine = FakeEngine(
+        groups=(window(8),),
+        num_blocks=(5,),
+        max_num_batched_tokens=8,
+        caching=False,
+        policy="priority",
+    )
+    engine.add(request("stream", prompt(8, 2), 60, priority=1))
+    for _ in range(4):
+        engine.step()
+    engine.add(request("prompt", prompt(80), 2, priority=0))
+    steps = 0
+    while not engine.tokens("prompt"):
+        engine.step()
+        steps += 1
+    assert steps <= 14
+    assert not engine.ended("stream")
+    engine.run()
     engine.check_results()
 
 
