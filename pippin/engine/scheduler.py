@@ -388,9 +388,7 @@ class Scheduler:
         if ending is None:
             return seq.output([sampled.token_id], logprobs)
         reason, stop = ending
-        output = self._output(
-            seq, [sampled.token_id], logprobs, finish_reason=reason, stop_reason=stop
-        )
+        output = seq.output([sampled.token_id], logprobs, finish_reason=reason, stop_reason=stop)
         self._finish(seq)
         return output
 
