@@ -9,7 +9,7 @@ import pytest
 import torch
 from gguf.constants import MODEL_ARCH, GGMLQuantizationType
 from gguf_convert import Converter, load_back
-from torch_tiny import LONGROPE, MODELS, Driver, make_reference, reference_logits
+from torch_tiny import MODELS, Driver, make_reference, reference_logits
 
 from pippin.backends.torch.runner import load
 from pippin.config import Config, ModelConfig
@@ -20,11 +20,12 @@ TOKENS = [int(x) for x in torch.randint(3, 151, (70,), generator=torch.Generator
 
 
 def logits_of(path: Path, tokens: list[int] = TOKENS) -> torch.Tensor:
-    """All positions, fed in three chunks."""
+    """All positions, fed in chunks."""
     config = Config(model=ModelConfig(model=str(path), device="cpu", dtype="float32"))
     driver = Driver(load(config, resolve(str(path), home=path.parent)), num_blocks=64)
     driver.add(0, tokens)
-    return driver.run([{0: 40}, {0: 1}, {0: len(tokens) - 41}])[0]
+    first = min(40, len(tokens) - 2)
+    return driver.run([{0: first}, {0: 1}, {0: len(tokens) - first - 1}])[0]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
@@ -70,15 +71,22 @@ def test_architectures(name: str, tmp_path: Path):
 
 
 def test_phi3_longrope(tmp_path: Path):
-    rope = LONGROPE["rope_parameters"]
-    changes = {**LONGROPE, "hidden_size": 96, "head_dim": 16, "rope_parameters": dict(rope)}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0 + 0.05 * i for i in range(8)],
+        "long_factor": [1.5 + 0.7 * i for i in range(8)],
+    }
+    changes = {"hidden_size": 96, "original_max_position_embeddings": 32, "rope_parameters": rope}
     reference = make_reference("phi3", changes)
     Converter(reference, MODEL_ARCH.PHI3, tmp_path / "m.gguf", lambda _: TYPE.F32)
-    for tokens in (TOKENS, TOKENS[:30]):
-        actual = logits_of(tmp_path / "m.gguf", [*tokens, *TOKENS[: max(0, 42 - len(tokens))]])
-        # Transformers chooses the factors by the whole length, the runner too.
-        whole = reference_logits(reference, [*tokens, *TOKENS[: max(0, 42 - len(tokens))]])
-        close(actual[-1], whole[-1])
+    # On either side of the original length: all chunks of the longer prompt are beyond it.
+    for length in (len(TOKENS), 30):
+        tokens = TOKENS[:length]
+        actual = logits_of(tmp_path / "m.gguf", tokens)
+        close(actual[-1], reference_logits(reference, tokens)[-1])
 
 
 def test_gpt_oss_mxfp4(tmp_path: Path):
