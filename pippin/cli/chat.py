@@ -219,8 +219,6 @@ def _refused(status: int, body: bytes) -> EngineUnavailable:
 @contextlib.contextmanager
 def _own_endpoint(config: Any) -> Iterator[str]:
     """Serve in a thread, so that the terminal (and Ctrl-C) stay with the conversation."""
-    import asyncio
-
     from pippin.cli.service import Service
 
     up = threading.Event()
@@ -234,7 +232,7 @@ def _own_endpoint(config: Any) -> Iterator[str]:
 
         def serve() -> None:
             try:
-                asyncio.run(service.run(say_up, handle_signals=False))
+                service.serve(say_up, handle_signals=False)
             except PippinError as error:
                 failures.append(error)
             finally:

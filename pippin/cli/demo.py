@@ -28,8 +28,6 @@ def demo(
     """Fetch a small model, serve it, and answer one question over HTTP."""
     config = config_from("demo", {**flags, "port": None if port is None else str(port)}, None)
 
-    import asyncio
-
     from pippin.cli.service import Service, summary
 
     with Service(config if port is not None else _on_free_port(config)) as service:
@@ -44,7 +42,7 @@ def demo(
             else:
                 print(_how_to_go_on(service.root, service.config), flush=True)
 
-        asyncio.run(service.run(ask))
+        service.serve(ask)
 
 
 def _on_free_port(config: Config) -> Config:

@@ -31,8 +31,6 @@ def serve(
         raise ConfigError("MODEL and --model both name a model", hint="give one of them")
     settings = config_from(model or model_option, flags, config)
 
-    import asyncio
-
     import pippin
     from pippin.cli.service import Service, summary
 
@@ -42,4 +40,4 @@ def serve(
         async def say() -> None:
             print(f"Pippin {pippin.__version__}\n{summary(service)}", flush=True)
 
-        asyncio.run(service.run(say))
+        service.serve(say)

@@ -99,6 +99,13 @@ class Service:
             )
         return self.ready
 
+    def serve(
+        self, on_up: Callable[[], Awaitable[None]] | None = None, *, handle_signals: bool = True
+    ) -> None:
+        """``run`` in an event loop of its own; signals can be handled in the main thread only."""
+        with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
+            runner.run(self.run(on_up, handle_signals=handle_signals))
+
     async def run(
         self, on_up: Callable[[], Awaitable[None]] | None = None, *, handle_signals: bool = True
     ) -> None:
@@ -186,6 +193,15 @@ class Service:
             print("\nfinishing running requests (Ctrl-C again stops at once)", file=sys.stderr)
         else:
             self._http.force_exit = True
+
+
+def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not made for this platform
+        return None
+    make: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return make
 
 
 class _Server(uvicorn.Server):

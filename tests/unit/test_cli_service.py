@@ -138,7 +138,7 @@ def run(made: service.Service, on_up: Callable[[httpx.AsyncClient], Awaitable[No
         async with httpx.AsyncClient(base_url=made.root, trust_env=False, timeout=30) as client:
             await on_up(client)
 
-    asyncio.run(made.run(with_client))
+    made.serve(with_client)
 
 
 def chat_body(**fields: object) -> dict[str, object]:
@@ -183,7 +183,7 @@ def test_another_server_may_be_faster(made: service.Service):
     with service.bind("127.0.0.1", made.port) as other:
         other.listen()
         with pytest.raises(PortInUse, match=str(made.port)):
-            asyncio.run(made.run())
+            made.serve()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
