@@ -24,14 +24,12 @@ from torch.nn import functional
 
 from pippin.backends.noise import token_table
 from pippin.backends.sampler import Limits
-from pippin.backends.torch.lanes import Lanes, Looked
+from pippin.backends.torch.lanes import TIES, Lanes, Looked
 from pippin.backends.torch.noise import gumbel, noise_bits
 
 Put = Callable[[npt.NDArray[Any]], Tensor]
 
 _INFINITY = float("inf")
-#: Candidates beyond top_k, so that tokens tied with the last one are mostly among them.
-_TIES = 16
 #: Parts of a row, the best lane of each being evaluated to find a good sum to start with.
 _PARTS = 8
 #: Far above the rounding errors of a bound, far below any difference that matters for speed.
@@ -102,7 +100,7 @@ class Drawer:
     def few(self, looked: Looked, limits: DeviceLimits, keys: Tensor) -> Tensor:
         """Draw where top_k is small: among the best tokens. ``keys``: int32 [rows, 2] -> [rows]."""
         top_k = limits.top_k[:, None]
-        count = min(int(limits.host.top_k.max()) + _TIES, self._vocab_size)
+        count = min(int(limits.host.top_k.max()) + TIES, self._vocab_size)
         values, ids = self._lanes.best(looked, limits.rows, count)
         scores = (values - looked.top[limits.rows]) / limits.temperature
         left = torch.arange(count, device=self._device) < top_k

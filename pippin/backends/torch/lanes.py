@@ -19,6 +19,8 @@ from torch import Tensor
 
 _INFINITY = float("inf")
 _LANE = 16
+#: So many more of a row's best tokens than wanted mostly hold all that are tied with the last one.
+TIES = 16
 #: Elements of the logits that are worked on at once, which bounds what is kept beside them.
 _CPU_ELEMENTS = 1 << 21
 _ELEMENTS = 1 << 24

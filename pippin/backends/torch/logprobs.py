@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pippin.backends.sampler import LOWEST_LOGPROB
-from pippin.backends.torch.lanes import Lanes
+from pippin.backends.torch.lanes import TIES, Lanes
 from pippin.types.request import Logprobs
 
 
@@ -23,7 +23,7 @@ def report(lanes: Lanes, x: Tensor, tokens: Tensor, tops: Sequence[int]) -> list
     own = x.gather(1, tokens[:, None])
     ranks: list[int] = (lanes.count_above(looked, own) + 1).tolist()
     rows = torch.arange(len(x), device=lanes.device)
-    values, ids = lanes.best(looked, rows, min(max(tops), lanes.vocab_size))
+    values, ids = lanes.best(looked, rows, min(max(tops) + TIES, lanes.vocab_size))
     shown = torch.cat((own, values), 1) - normaliser
     # Neither -inf nor NaN (of broken logits) may reach a client's JSON.
     shown = shown.nan_to_num_(nan=LOWEST_LOGPROB).clamp_(min=LOWEST_LOGPROB)
