@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from pippin.backends.torch.kv import BlockTables, IntArray, run_start
+from pippin.backends.tables import BlockTables, IntArray, run_start
 from pippin.types.step import Chunk, StepPlan
 
 #: A decode may be padded to so many times its own length to share a batch with longer ones.
@@ -29,7 +30,7 @@ class DecodeSet:
     blocks: torch.Tensor | None
     """[count * length / block_size], where pages are gathered."""
     mask: torch.Tensor | None
-    """[count, length], 0 or -inf, None where every slot counts."""
+    """[kv_heads * count, 1, length], 0 or -inf, None where every slot counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,8 @@ class Batch:
     groups: tuple[GroupBatch, ...]
     wanted: torch.Tensor | slice | None
     """Rows whose logits are wanted; None for none."""
-    ropes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """cos and sin [T, 1, rotary_dim / 2] of each kind of rope the model has."""
+    rotations: list[Any] = field(default_factory=list)
+    """A ``rope.Rotation`` for each kind of rope that the model has."""
 
 
 class BatchBuilder:
@@ -95,11 +96,13 @@ class BatchBuilder:
     def __init__(
         self,
         windows: Sequence[int | None],
+        kv_heads: int,
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self._windows = tuple(windows)
+        self._kv_heads = kv_heads
         self._size = block_size
         self._device = device
         self._dtype = dtype
@@ -210,7 +213,7 @@ class BatchBuilder:
         mask = None
         if hidden.any():
             mask = self._tensor(np.where(hidden, np.float32(-np.inf), np.float32(0)))
-            mask = mask.to(self._dtype)
+            mask = mask.to(self._dtype).repeat(self._kv_heads, 1)[:, None]
         blocks_tensor = self._tensor(table.reshape(-1))
         return DecodeSet(rows, len(singles), width * size, None, blocks_tensor, mask)
 

@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
+from pippin.backends.memory import host_memory
 from pippin.config import Config
 from pippin.errors import ConfigError
 
@@ -69,11 +69,7 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
         return total - torch.mps.driver_allocated_memory(), total
-    memory = psutil.virtual_memory()
-    free, total = memory.available, memory.total
-    for limit, used in _cgroup_limits():
-        free, total = min(free, limit - used), min(total, limit)
-    return max(free, 0), total
+    return host_memory()
 
 
 def _device(name: str) -> torch.device:
@@ -120,35 +116,3 @@ def _has_bf16_instructions() -> bool:
     except FileNotFoundError:
         return False
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()))
-
-
-def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, used) bytes of the control groups of this process, v2 and v1."""
-    found = []
-    for limit_file, used_file, stat_file in (
-        (
-            "/sys/fs/cgroup/memory.max",
-            "/sys/fs/cgroup/memory.current",
-            "/sys/fs/cgroup/memory.stat",
-        ),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-            "/sys/fs/cgroup/memory/memory.stat",
-        ),
-    ):
-        try:
-            with open(limit_file, encoding="ascii") as file:
-                text = file.read().strip()
-            if text == "max" or int(text) >= 1 << 60:
-                continue
-            with open(used_file, encoding="ascii") as file:
-                used = int(file.read())
-            with open(stat_file, encoding="ascii") as file:
-                stat = dict(line.split() for line in file)
-        except OSError:
-            continue
-        # Cached files are given back under pressure.
-        cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-        found.append((int(text), max(used - cached, 0)))
-    return found

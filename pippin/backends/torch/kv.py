@@ -1,14 +1,32 @@
-"""Pools of KV pages, and the block tables of live sequences."""
+"""Pools of KV pages."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from pippin.types.step import StepPlan
 
-IntArray = NDArray[np.int64]
+class Scratch:
+    """One buffer that the layers of a stage gather pages into, one after the other.
+
+    A fresh buffer each time would be fresh memory from the system each time, which costs more than
+    the copy.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    def like(self, data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous tensor of ``shape``, with the contents of before."""
+        size = 1
+        for each in shape:
+            size *= each
+        buffer = self._buffer
+        if buffer is None or buffer.numel() < size or buffer.dtype != data.dtype:
+            # Zeros: what is never written must be finite, since masks only weigh it with 0.
+            buffer = self._buffer = torch.zeros(
+                size + size // 4, dtype=data.dtype, device=data.device
+            )
+        return buffer[:size].view(shape)
 
 
 class Pool:
@@ -27,59 +45,32 @@ class Pool:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
+        scratch: Scratch,
     ) -> None:
         # Zeros: padding of a gathered batch is read (and masked), so it must be finite.
         self.data = torch.zeros(heads, num_blocks, block_size, width, dtype=dtype, device=device)
         self.slots = self.data.view(heads, num_blocks * block_size, width)
         self.block_size = block_size
+        self._scratch = scratch
 
     def write(self, rows: torch.Tensor, slots: torch.Tensor | None, run: int | None) -> None:
         """Store ``rows`` [T, heads, width] at ``slots`` [T], or from slot ``run`` on."""
         if run is not None:
-            self.slots[:, run : run + rows.shape[0]] = rows.transpose(0, 1)
+            self.slots.narrow(1, run, rows.shape[0]).copy_(rows.transpose(0, 1))
         else:
             assert slots is not None
             self.slots.index_copy_(1, slots, rows.transpose(0, 1))
 
     def view(self, start: int, length: int) -> torch.Tensor:
         """[heads, length, width] from slot ``start`` on, without a copy."""
-        return self.slots[:, start : start + length]
+        return self.slots.narrow(1, start, length)
 
     def gather(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[heads, len(blocks) * block_size, width], copied in the order of ``blocks``."""
-        return self.data.index_select(1, blocks).flatten(1, 2)
+        """[heads, len(blocks) * block_size, width], copied in the order of ``blocks``.
 
-
-class BlockTables:
-    """Per sequence and KV group, the numbers of its blocks. Kept from the plans' diffs."""
-
-    def __init__(self, num_groups: int, block_size: int) -> None:
-        self._num_groups = num_groups
-        self._block_size = block_size
-        self._tables: dict[int, list[list[int]]] = {}
-
-    def apply(self, plan: StepPlan) -> None:
-        for seq in plan.freed:
-            self._tables.pop(seq, None)
-        for chunk in plan.chunks:
-            tables = self._tables.get(chunk.seq)
-            if tables is None:
-                tables = self._tables[chunk.seq] = [[] for _ in range(self._num_groups)]
-            for table, new in zip(tables, chunk.new_blocks, strict=True):
-                table.extend(new)
-
-    def blocks(self, seq: int, group: int, low: int, end: int) -> IntArray:
-        """Blocks of positions [low, end), from the one that holds ``low``."""
-        size = self._block_size
-        table = self._tables[seq][group][low // size : -(-end // size)]
-        return np.array(table, dtype=np.int64)
-
-
-def run_start(blocks: IntArray) -> int | None:
-    """The first block if they are neighbours in memory, else None."""
-    first = int(blocks[0])
-    if len(blocks) == 1 or (
-        int(blocks[-1]) - first == len(blocks) - 1 and bool((np.diff(blocks) == 1).all())
-    ):
-        return first
-    return None
+        The result holds until the next call on any pool with the same scratch.
+        """
+        heads, _, size, width = self.data.shape
+        out = self._scratch.like(self.data, (heads, len(blocks), size, width))
+        torch.index_select(self.data, 1, blocks, out=out)
+        return out.view(heads, -1, width)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
+from pippin.backends.description import is_latent, kv_groups
 from pippin.backends.torch.batch import Batch
-from pippin.backends.torch.kv import Pool
+from pippin.backends.torch.kv import Pool, Scratch
 from pippin.backends.torch.layers import (
     Attention,
     AttentionBlock,
@@ -23,10 +23,10 @@ from pippin.backends.torch.layers import (
 )
 from pippin.backends.torch.linear import Linear
 from pippin.backends.torch.mla import load_latent
-from pippin.backends.torch.rope import Rope
+from pippin.backends.torch.rope import Rope, pairs_from_halves, uses_pairs
 from pippin.backends.torch.weights import Weights
-from pippin.errors import ModelInvalid, UnsupportedModel
-from pippin.types.model import KVGroup, KVKind
+from pippin.errors import ModelInvalid
+from pippin.types.model import KVGroup
 
 #: Architectures whose layers are known to be described fully by what ``_layer`` reads.
 SUPPORTED = (
@@ -41,6 +41,9 @@ SUPPORTED = (
     "qwen3_moe",
     "smollm3",
 )
+
+
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(slots=True)
@@ -68,8 +71,7 @@ class StageModel:
                 hidden = hidden * self.embedding_scale
         assert hidden is not None
         for rope in self.ropes:
-            cos, sin = rope.angles(batch)
-            batch.ropes.append((cos[:, None].to(self.dtype), sin[:, None].to(self.dtype)))
+            batch.rotations.append(rope.rotation(batch))
         if self.head is None or self.norm is None:
             for layer in self.layers:
                 hidden = layer(hidden, batch)
@@ -87,6 +89,7 @@ class StageModel:
 
     def allocate(self, num_blocks: tuple[int, ...], block_size: int, device: torch.device) -> None:
         """Make the layers' pools."""
+        scratch = Scratch()
         for layer in self.layers:
             attention = layer.attention
             attention.pool = Pool(
@@ -96,57 +99,8 @@ class StageModel:
                 attention.pool_width,
                 self.dtype,
                 device,
+                scratch,
             )
-
-
-def read_config(raw: dict[str, Any]) -> Any:
-    """transformers' configuration of a checkpoint's config.json.
-
-    Raises ``UnsupportedModel`` for an architecture that is not run here.
-    """
-    kind = raw.get("model_type")
-    if kind not in SUPPORTED:
-        named = ", ".join(raw.get("architectures") or ()) or kind or "without a model_type"
-        raise UnsupportedModel(
-            f"architecture {named} is not supported",
-            hint=f"supported model types: {', '.join(SUPPORTED)}",
-        )
-    plain = {k: v for k, v in raw.items() if k not in ("quantization_config", "quantization")}
-    try:
-        return AutoConfig.for_model(**plain)
-    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ModelInvalid(f"config.json does not describe a {kind} model: {error}") from error
-
-
-def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Per layer, its attention window where it is shorter than the context."""
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    count: int = config.num_hidden_layers
-    if window is None or window >= config.max_position_embeddings:
-        return (None,) * count
-    if kinds is None:
-        return (window,) * count
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def kv_groups(
-    config: Any, first: int, last: int, bytes_per_token_layer: int
-) -> tuple[tuple[KVGroup, ...], dict[int, int]]:
-    """The model's groups (only their layers of [first, last)), and each layer's group."""
-    windows = layer_windows(config)
-    distinct = sorted(set(windows), key=lambda w: (w is not None, w))
-    latent = is_latent(config)
-    groups = []
-    for window in distinct:
-        layers = tuple(i for i in range(first, last) if windows[i] == window)
-        kind = KVKind.WINDOW if window else KVKind.LATENT if latent else KVKind.FULL
-        groups.append(KVGroup(kind, layers, bytes_per_token_layer * len(layers), window))
-    return tuple(groups), {i: distinct.index(windows[i]) for i in range(first, last)}
-
-
-def is_latent(config: Any) -> bool:
-    return getattr(config, "kv_lora_rank", None) is not None
 
 
 def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
@@ -161,7 +115,7 @@ def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
     groups, group_of = kv_groups(config, first, last, width * itemsize)
     rope_types = _rope_types(config)
     rotary = type(inner.rotary_emb)(config=config)
-    ropes = [Rope(rotary, config, kind, weights.device) for kind in rope_types]
+    ropes = [Rope(rotary, config, kind, weights.device, weights.dtype) for kind in rope_types]
     layers = [
         _layer(
             inner.layers[i], f"model.layers.{i}", config, weights, group_of[i], _rope_of(config, i)
@@ -169,7 +123,7 @@ def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
         for i in range(first, last)
     ]
     is_last = last == config.num_hidden_layers
-    embedding, head = _ends(skeleton, weights, first == 0, is_last)
+    norm = _norm(inner.norm, "model.norm", weights) if is_last else None
     scale = getattr(inner.embed_tokens, "scalar_embed_scale", None)
     return StageModel(
         config=config,
@@ -177,12 +131,12 @@ def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
         layers=layers,
         ropes=ropes,
         dtype=weights.dtype,
-        embedding=embedding,
+        embedding=weights.dense(_EMBEDDING) if first == 0 else None,
         embedding_scale=None
         if scale is None
         else torch.tensor(scale, dtype=weights.dtype, device=weights.device),
-        norm=_norm(inner.norm, "model.norm", weights) if is_last else None,
-        head=head,
+        norm=norm,
+        head=None if norm is None else _head(config, weights, norm),
         logit_softcap=getattr(config, "final_logit_softcapping", None),
     )
 
@@ -193,18 +147,20 @@ def _skeleton(config: Any, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _ends(
-    skeleton: Any, weights: Weights, is_first: bool, is_last: bool
-) -> tuple[torch.Tensor | None, Linear | None]:
-    name = "model.embed_tokens.weight"
-    tied = not weights.has("lm_head.weight")
-    embedding = weights.dense(name) if is_first else None
-    if not is_last:
-        return embedding, None
-    if tied and not getattr(skeleton.config, "tie_word_embeddings", True):
-        raise ModelInvalid("the checkpoint has no weight lm_head.weight")
+def _head(config: Any, weights: Weights, norm: RMSNorm) -> Linear:
+    name = "lm_head.weight"
+    if not weights.has(name):
+        if not getattr(config, "tie_word_embeddings", True):
+            raise ModelInvalid(f"the checkpoint has no weight {name}")
+        name = _EMBEDDING
     biases = ("lm_head.bias",) if weights.has("lm_head.bias") else ()
-    return embedding, weights.linear((name if tied else "lm_head.weight",), biases)
+    return weights.linear((name,), biases, columns=_fold(norm, weights))
+
+
+def _fold(norm: RMSNorm, weights: Weights) -> torch.Tensor | None:
+    """The norm's weight, where it is multiplied into the linear behind: only float32 loses nothing
+    by that."""
+    return norm.fold() if weights.dtype == torch.float32 else None
 
 
 def _rope_types(config: Any) -> list[str | None]:
@@ -222,59 +178,103 @@ def _rope_of(config: Any, layer: int) -> int:
 def _layer(module: Any, prefix: str, config: Any, weights: Weights, group: int, rope: int) -> Layer:
     names = {name for name, _ in module.named_children()}
     attention_prefix = f"{prefix}.self_attn"
+    attention_norm = _norm(module.input_layernorm, f"{prefix}.input_layernorm", weights)
     attention: AttentionBlock
     if is_latent(config):
         attention = load_latent(module.self_attn, attention_prefix, weights, group, rope)
     else:
-        attention = _attention(module.self_attn, attention_prefix, config, weights, group, rope)
+        attention = _attention(
+            module.self_attn, attention_prefix, config, weights, group, rope, attention_norm
+        )
     post_norm = mlp_post_norm = None
-    mlp_norm = "post_attention_layernorm"
+    mlp_norm_name = "post_attention_layernorm"
     if "pre_feedforward_layernorm" in names:
-        mlp_norm = "pre_feedforward_layernorm"
+        mlp_norm_name = "pre_feedforward_layernorm"
         post_norm = _norm(
             module.post_attention_layernorm, f"{prefix}.post_attention_layernorm", weights
         )
         mlp_post_norm = _norm(
             module.post_feedforward_layernorm, f"{prefix}.post_feedforward_layernorm", weights
         )
+    mlp_norm = _norm(getattr(module, mlp_norm_name), f"{prefix}.{mlp_norm_name}", weights)
     return Layer(
-        attention_norm=_norm(module.input_layernorm, f"{prefix}.input_layernorm", weights),
+        attention_norm=attention_norm,
         attention=attention,
         output=_linear(module.self_attn, attention_prefix, ("o_proj",), weights),
-        mlp_norm=_norm(getattr(module, mlp_norm), f"{prefix}.{mlp_norm}", weights),
-        mlp=_mlp(module.mlp, f"{prefix}.mlp", config, weights),
+        mlp_norm=mlp_norm,
+        mlp=_mlp(module.mlp, f"{prefix}.mlp", config, weights, mlp_norm),
         attention_post_norm=post_norm,
         mlp_post_norm=mlp_post_norm,
     )
 
 
 def _attention(
-    module: Any, prefix: str, config: Any, weights: Weights, group: int, rope: int
+    module: Any,
+    prefix: str,
+    config: Any,
+    weights: Weights,
+    group: int,
+    rope: int,
+    norm: RMSNorm,
 ) -> Attention:
     parts = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
-    has_norms = hasattr(module, "q_norm")
+    heads, kv_heads, width = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        module.head_dim,
+    )
+    uses_rope = getattr(module, "use_rope", True)
+    order = torch.arange(heads + kv_heads)[:, None] * width + torch.arange(width)
+    order = order.reshape(-1)
+    if uses_rope and uses_pairs(weights.dtype):
+        order = pairs_from_halves(heads + kv_heads, width, rotary_dim)
+    values = torch.arange(kv_heads * width) + len(order)
+    scale: float = module.scaling
+    row_scale = None
+    if weights.dtype == torch.float32 and not hasattr(module, "q_norm"):
+        # Scores are scaled through the queries' weights.
+        row_scale = torch.ones((heads + 2 * kv_heads) * width)
+        row_scale[: heads * width] = scale
+        scale = 1.0
+    qk_norm = None
+    if hasattr(module, "q_norm"):
+        norms = [weights.dense(f"{prefix}.{n}.weight", torch.float32) for n in ("q_norm", "k_norm")]
+        weight = torch.cat((norms[0].expand(heads, -1), norms[1].expand(kv_heads, -1)))
+        weight = (weight.reshape(-1)[order.to(weight.device)]).view(-1, width)
+        qk_norm = RMSNorm(weight + _weight_offset(module.q_norm), _eps(module.q_norm))
     return Attention(
-        qkv=_linear(module, prefix, parts, weights),
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=module.head_dim,
-        scale=module.scaling,
+        qkv=_linear(
+            module,
+            prefix,
+            parts,
+            weights,
+            columns=_fold(norm, weights),
+            rows=torch.cat((order, values)),
+            row_scale=row_scale,
+        ),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width,
+        scale=scale,
         group=group,
-        rope=rope if getattr(module, "use_rope", True) else None,
-        q_norm=_norm(module.q_norm, f"{prefix}.q_norm", weights) if has_norms else None,
-        k_norm=_norm(module.k_norm, f"{prefix}.k_norm", weights) if has_norms else None,
+        rope=rope if uses_rope else None,
+        qk_norm=qk_norm,
         sinks=weights.dense(f"{prefix}.sinks") if hasattr(module, "sinks") else None,
     )
 
 
-def _linear(module: Any, prefix: str, parts: tuple[str, ...], weights: Weights) -> Linear:
+def _linear(
+    module: Any, prefix: str, parts: tuple[str, ...], weights: Weights, **changes: Any
+) -> Linear:
     biases = tuple(
         f"{prefix}.{part}.bias" for part in parts if getattr(module, part).bias is not None
     )
-    return weights.linear([f"{prefix}.{part}.weight" for part in parts], biases)
+    return weights.linear([f"{prefix}.{part}.weight" for part in parts], biases, **changes)
 
 
-def _mlp(module: Any, prefix: str, config: Any, weights: Weights) -> GatedMLP | ModuleMLP:
+def _mlp(
+    module: Any, prefix: str, config: Any, weights: Weights, norm: RMSNorm
+) -> GatedMLP | ModuleMLP:
     names = {name for name, _ in module.named_children()}
     if "gate_up_proj" in names:
         parts: tuple[str, ...] = ("gate_up_proj",)
@@ -285,7 +285,7 @@ def _mlp(module: Any, prefix: str, config: Any, weights: Weights) -> GatedMLP | 
         return ModuleMLP(module.eval())
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     return GatedMLP(
-        gate_up=_linear(module, prefix, parts, weights),
+        gate_up=_linear(module, prefix, parts, weights, columns=_fold(norm, weights)),
         down=_linear(module, prefix, ("down_proj",), weights),
         act=ACT2FN[activation],
     )
@@ -293,7 +293,14 @@ def _mlp(module: Any, prefix: str, config: Any, weights: Weights) -> GatedMLP | 
 
 def _norm(module: Any, prefix: str, weights: Weights) -> RMSNorm:
     weight = weights.dense(f"{prefix}.weight", torch.float32)
-    if type(module).__name__.startswith("Gemma"):
-        weight = weight + 1.0
-    eps = getattr(module, "variance_epsilon", None)
-    return RMSNorm(weight, module.eps if eps is None else eps)
+    return RMSNorm(weight + _weight_offset(module), _eps(module))
+
+
+def _weight_offset(norm: Any) -> float:
+    """Gemma's norms multiply by 1 + weight."""
+    return 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
+
+
+def _eps(norm: Any) -> float:
+    eps: float | None = getattr(norm, "variance_epsilon", None)
+    return float(norm.eps) if eps is None else eps

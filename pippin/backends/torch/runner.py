@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import psutil
 import torch
 
+from pippin.backends.description import read_config
 from pippin.backends.torch.batch import BatchBuilder
 from pippin.backends.torch.device import DeviceChoice, choose_device, dtype_name, free_memory
-from pippin.backends.torch.model import StageModel, build, read_config
+from pippin.backends.torch.model import SUPPORTED, StageModel, build
 from pippin.backends.torch.sampler import TorchSampler
 from pippin.backends.torch.weights import Weights
 from pippin.config import CacheConfig, Config
@@ -185,7 +186,7 @@ def load_checkpoint(
     last_layer: int | None = None,
 ) -> TorchRunner:
     """As ``load``, from an open checkpoint."""
-    model_config = read_config(checkpoint.config)
+    model_config = read_config(checkpoint.config, SUPPORTED)
     choice = choose_device(config, checkpoint.config)
     last = model_config.num_hidden_layers if last_layer is None else last_layer
     weights = Weights(checkpoint, choice.device, choice.dtype)
