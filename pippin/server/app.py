@@ -78,6 +78,8 @@ class App:
             # uvicorn cancels what is still running when the drain time is over.
             await self._fail(exchange, EngineUnavailable("The server is shutting down."))
         except Exception:
+            # What is raised makes uvicorn log the trace and close: no second request may be sent.
+            exchange.extra_headers.append((b"connection", b"close"))
             await self._fail(exchange, PippinError("Internal error; the server's log has more."))
             raise
 

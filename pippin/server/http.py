@@ -27,7 +27,7 @@ BODY_TIMEOUT_S = 60.0
 #: A refused body is read and dropped up to these bounds, so that the client, which often writes
 #: all before it reads, gets to see the refusal instead of a broken connection.
 DISCARD_BYTES = 256 * 1024 * 1024
-DISCARD_S = 20.0
+DISCARD_S = 60.0
 #: A client that takes nothing of a stream for so many seconds is given up.
 WRITE_TIMEOUT_S = 120.0
 

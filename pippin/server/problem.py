@@ -14,16 +14,11 @@ def status_of(error: PippinError) -> int:
 
 def body_of(error: PippinError) -> dict[str, Any]:
     """``{"error": {"message", "type", "param", "code"}}``."""
-    known = isinstance(error, RequestError)
+    kind, param = "server_error", None
+    if isinstance(error, RequestError):
+        kind, param = error.type, error.param
     message = error.message if error.hint is None else f"{error.message} Hint: {error.hint}"
-    return {
-        "error": {
-            "message": message,
-            "type": error.type if isinstance(error, RequestError) else "server_error",
-            "param": error.param if known and isinstance(error, RequestError) else None,
-            "code": error.code,
-        }
-    }
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
 
 
 def headers_of(error: PippinError) -> Headers:

@@ -118,9 +118,6 @@ HARMLESS = frozenset(
         "safety_identifier",
         "session_id",
         "include_reasoning",
-        "return_prompt_text",
-        "mm_processor_kwargs",
-        "extra_headers",
     }
 )
 

@@ -16,7 +16,7 @@ from conftest import Start
 from server_fakes import LiveServer, ids
 
 from pippin.clock import FakeClock
-from pippin.server import generation
+from pippin.server import generation, http
 
 COMPLETIONS = "/v1/completions"
 ENDLESS = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -258,3 +258,46 @@ def test_a_stream_that_does_not_finish_in_time_is_told_so(start: Start) -> None:
     assert (done, empty) == ("data: [DONE]", "")
     assert "shutting down" in events[-1]
     assert len(events) == 3
+
+
+# -- what should not happen
+
+
+def test_a_fault_of_our_own_is_a_json_500(server: LiveServer) -> None:
+    def broken(request: object) -> list[int]:
+        raise RuntimeError("a bug")
+
+    server.engine.script = broken
+    answer = server.complete("a")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "a bug" not in answer.text
+    assert answer.headers["connection"] == "close"
+    server.engine.reset()
+    assert server.complete("a").status_code == 200
+
+
+def test_a_body_that_never_comes(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http, "DISCARD_S", 0.05)
+    port = int(server.base.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+        )
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"request_timeout" in answer
+
+
+def test_a_client_that_reads_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buffers fill up; then it is given up, and its places are free."""
+    monkeypatch.setattr(http, "WRITE_TIMEOUT_S", 0.2)
+    server = start()
+    body = ENDLESS | {"stream": True, "n": 100, "logprobs": 20}
+    with open_connection(server, body):
+        server.engine.aborted.get(timeout=30)
+        wait_idle(server)
+    assert server.app.service.metrics.finished["abort"] == 100
