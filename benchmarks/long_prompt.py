@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -80,7 +81,7 @@ async def one_round(tokens: int, rng: random.Random) -> tuple[float, float, floa
         first = (await stream(client, prompt(), 1))[0]
         done.set()
         await background
-    gaps = [(b, b - a) for a, b in zip(seen, seen[1:], strict=False)]
+    gaps = [(b, b - a) for a, b in itertools.pairwise(seen)]
     before = statistics.median(gap for end, gap in gaps if end < arrived)
     during = max(gap for end, gap in gaps if arrived <= end and end - gap <= first)
     return before, during, alone, first - arrived
@@ -93,8 +94,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     server = subprocess.Popen(
-        [sys.executable, "-m", "pippin", "serve", given.model, "--port", str(PORT)]
-        + ["--served-model-name", "demo"]
+        [
+            sys.executable,
+            "-m",
+            "pippin",
+            "serve",
+            given.model,
+            "--port",
+            str(PORT),
+            "--served-model-name",
+            "demo",
+        ]
     )
     try:
         while True:
