@@ -27,6 +27,8 @@ def attend(
     ``key`` and ``value`` [T, kv_heads, d] are this step's, and must already be in ``pool``.
     ``sinks`` [heads] are logits of a position without a value (GPT-OSS).
     """
+    if not batch.prefills and len(batch.decodes) == 1:
+        return _decode(query, pool, batch.decodes[0], scale, sinks, softcap)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for decode in batch.decodes:
         out[decode.rows] = _decode(query[decode.rows], pool, decode, scale, sinks, softcap)
@@ -51,26 +53,35 @@ def _decode(
     count, heads, width = query.shape
     kv_heads = pool.data.shape[0] // 2
     group = heads // kv_heads
+    rows = kv_heads * count
     if decode.run is not None:
         pages = pool.view(decode.run, decode.length)
     else:
         assert decode.blocks is not None
-        pages = pool.gather(decode.blocks)
-    pages = pages.reshape(2 * kv_heads * count, decode.length, width)
-    keys, values = pages[: kv_heads * count], pages[kv_heads * count :]
-    query = query.view(count, kv_heads, group, width).transpose(0, 1)
-    query = query.reshape(kv_heads * count, group, width)
-    scores = torch.bmm(query, keys.transpose(1, 2)).mul_(scale)
-    if softcap is not None:
-        scores = torch.tanh_(scores.div_(softcap)).mul_(softcap)
-    if decode.mask is not None:
-        scores.view(kv_heads, count, group, -1).add_(decode.mask[:, None])
-    out = torch.bmm(scores.softmax(-1), values).view(kv_heads, count, group, width)
+        pages = pool.gather(decode.blocks).view(2 * rows, decode.length, width)
+    keys, values = pages[:rows].transpose(1, 2), pages[rows:]
+    query = query.view(count, kv_heads, group, width)
+    if count > 1:
+        query = query.transpose(0, 1)
+    query = query.reshape(rows, group, width)
+    if softcap is None and decode.mask is not None:
+        scores = torch.baddbmm(decode.mask, query, keys, alpha=scale)
+    else:
+        scores = torch.bmm(query, keys)
+        if scale != 1.0:
+            scores.mul_(scale)
+        if softcap is not None:
+            scores = torch.tanh_(scores.div_(softcap)).mul_(softcap)
+            if decode.mask is not None:
+                scores += decode.mask
+    out = torch.bmm(scores.softmax(-1), values)
     if sinks is not None:
         total = scores.float().logsumexp(-1).view(kv_heads, count, group)
         share = torch.sigmoid(total - sinks.view(kv_heads, 1, group).float())
-        out = out * share[..., None].to(out.dtype)
-    return out.transpose(0, 1).reshape(count, heads, width)
+        out.mul_(share.view(rows, group, 1))
+    if count > 1:
+        out = out.view(kv_heads, count, group, width).transpose(0, 1)
+    return out.reshape(count, heads, width)
 
 
 def _prefill(

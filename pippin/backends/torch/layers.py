@@ -13,24 +13,41 @@ from pippin.backends.torch.attention import attend
 from pippin.backends.torch.batch import Batch
 from pippin.backends.torch.kv import Pool
 from pippin.backends.torch.linear import Linear
-from pippin.backends.torch.rope import rotate
 
-Angles = tuple[torch.Tensor, torch.Tensor]
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RMSNorm:
-    """``x / rms(x) * weight``, computed in float32."""
+    """``x / rms(x) * weight`` over the last axis, computed in float32."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight = weight.float()
-        self._shape = tuple(weight.shape)
+        """``weight``: float32 [width], or [heads, width] for norms of single heads."""
+        self._size = weight.shape[-1]
         self._eps = eps
+        # x / rms(x) = x * sqrt(size) / hypot(|x|, sqrt(size * eps)): three kernels on the CPU,
+        # where rms_norm is made of seven.
+        self._by_length = weight.device.type == "cpu"
+        self._floor = torch.tensor((self._size * eps) ** 0.5, device=weight.device)
+        self._weight: torch.Tensor | None = weight
+        if self._by_length:
+            self._weight = weight * self._size**0.5
+
+    def fold(self) -> torch.Tensor:
+        """Give the weight [width] away, to be multiplied into the columns of the linear behind."""
+        weight, self._weight = self._weight, None
+        assert weight is not None
+        return weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self._shape, self._weight, self._eps)
-        return F.rms_norm(x.float(), self._shape, self._weight, self._eps).to(x.dtype)
+        wide = x.float()
+        if self._by_length:
+            length = torch.linalg.vector_norm(wide, 2, -1, True)
+            normed = torch.div(wide, torch.hypot(length, self._floor, out=length))
+        else:
+            normed = F.rms_norm(wide, (self._size,), None, self._eps)
+        if self._weight is not None:
+            normed.mul_(self._weight)
+        return normed.to(x.dtype)
 
 
 class AttentionBlock(Protocol):
@@ -65,8 +82,8 @@ class Attention:
     """KV group of this layer."""
     rope: int | None
     """Which of the batch's angles; None for layers without positions."""
-    q_norm: RMSNorm | None = None
-    k_norm: RMSNorm | None = None
+    qk_norm: RMSNorm | None = None
+    """Of each query and key head, weights [heads + kv_heads, head_dim]."""
     sinks: torch.Tensor | None = None
     softcap: float | None = None
     pool: Pool | None = None
@@ -85,18 +102,23 @@ class Attention:
         assert self.pool is not None
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
-        query, key = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
-        if self.q_norm is not None and self.k_norm is not None:
-            query.copy_(self.q_norm(query))
-            key.copy_(self.k_norm(key))
+        turned = qkv[:, : heads + kv_heads]
+        if self.qk_norm is not None:
+            turned.copy_(self.qk_norm(turned))
         if self.rope is not None:
-            cos, sin = batch.ropes[self.rope]
-            rotate(qkv[:, : heads + kv_heads], cos, sin)
+            batch.rotations[self.rope](turned)
         group = batch.groups[self.group]
         self.pool.write(qkv[:, heads:], group.slots, group.run)
-        value = qkv[:, heads + kv_heads :]
-        out = attend(query, key, value, self.pool, group, self.scale, self.sinks, self.softcap)
-        out = out.flatten(1)
+        out = attend(
+            qkv[:, :heads],
+            qkv[:, heads : heads + kv_heads],
+            qkv[:, heads + kv_heads :],
+            self.pool,
+            group,
+            self.scale,
+            self.sinks,
+            self.softcap,
+        ).flatten(1)
         return out if rows is None else out[rows]
 
 

@@ -19,7 +19,7 @@ from pippin.backends.torch.batch import Batch, DecodeSet, Prefill
 from pippin.backends.torch.kv import Pool
 from pippin.backends.torch.layers import RMSNorm
 from pippin.backends.torch.linear import Linear
-from pippin.backends.torch.rope import rotate
+from pippin.backends.torch.rope import uses_pairs
 from pippin.backends.torch.weights import Weights
 
 
@@ -43,8 +43,6 @@ class LatentAttention:
     scale: float
     group: int
     rope: int
-    interleaved: bool
-    """Whether rotary pairs are neighbours in the weights (they are brought into halves at load)."""
     pool: Pool | None = None
 
     @property
@@ -70,9 +68,9 @@ class LatentAttention:
         if self.q_up is not None and self.q_norm is not None:
             query = self.q_up(self.q_norm(query))
         query = query.reshape(count, self.heads, self.nope_dim + self.rope_dim)
-        cos, sin = batch.ropes[self.rope]
-        rotate(query[..., self.nope_dim :], cos, sin)
-        rotate(latent[:, None, self.rank :], cos, sin)
+        rotate = batch.rotations[self.rope]
+        rotate(query[..., self.nope_dim :])
+        rotate(latent[:, None, self.rank :])
         latent[:, : self.rank] = self.kv_norm(latent[:, : self.rank])
         group = batch.groups[self.group]
         self.pool.write(latent[:, None], group.slots, group.run)
@@ -99,7 +97,7 @@ class LatentAttention:
         full = torch.cat((absorbed.transpose(0, 1), query[..., self.nope_dim :]), -1)
         scores = torch.bmm(full, pages.transpose(1, 2)).mul_(self.scale)
         if decode.mask is not None:
-            scores.add_(decode.mask[:, None])
+            scores.add_(decode.mask)
         seen = torch.bmm(scores.softmax(-1), pages[..., : self.rank])
         return torch.bmm(seen.transpose(0, 1), self.value_up.transpose(1, 2)).transpose(0, 1)
 
@@ -133,6 +131,7 @@ def load_latent(
     nope, rope_dim, rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
     heads = module.num_heads
     interleaved = bool(getattr(module.config, "rope_interleave", True))
+    other_order = interleaved != uses_pairs(weights.dtype)
     compressed = module.q_lora_rank is not None
     first = "q_a_proj" if compressed else "q_proj"
     query = weights.stacked([f"{prefix}.{first}.weight"])
@@ -146,16 +145,15 @@ def load_latent(
             else query.new_zeros(query.shape[0])
         )
         latent_bias = weights.stacked([f"{prefix}.kv_a_proj_with_mqa.bias"])
-        bias = torch.cat(
-            (bias, _halves(latent_bias, rank, rope_dim) if interleaved else latent_bias)
-        )
+        if other_order:
+            latent_bias = _reorder(latent_bias, rank, rope_dim)
+        bias = torch.cat((bias, latent_bias))
     up = weights.stacked([f"{prefix}.q_b_proj.weight"]) if compressed else None
-    if interleaved:
-        latent = _halves(latent, rank, rope_dim)
-        if up is not None:
-            up = _head_halves(up, heads, nope, rope_dim)
-        else:
-            query = _head_halves(query, heads, nope, rope_dim)
+    if other_order:
+        latent = _reorder(latent, rank, rope_dim)
+        turned = (query if up is None else up).view(heads, nope + rope_dim, -1)
+        turned = _reorder(turned, nope, rope_dim, axis=1).flatten(0, 1)
+        query, up = (turned, None) if up is None else (query, turned)
     kv_b = weights.stacked([f"{prefix}.kv_b_proj.weight"]).view(heads, -1, rank)
     key_up, value_up = kv_b[:, :nope].contiguous(), kv_b[:, nope:].contiguous()
     weights.nbytes += kv_b.nbytes
@@ -173,7 +171,6 @@ def load_latent(
         scale=module.scaling,
         group=group,
         rope=rope,
-        interleaved=interleaved,
     )
 
 
@@ -181,14 +178,9 @@ def _norm(module: Any, name: str, weights: Weights) -> RMSNorm:
     return RMSNorm(weights.dense(name, torch.float32), module.variance_epsilon)
 
 
-def _head_halves(weight: torch.Tensor, heads: int, nope: int, rope_dim: int) -> torch.Tensor:
-    per_head = weight.view(heads, nope + rope_dim, -1)
-    return _halves(per_head, nope, rope_dim, axis=1).flatten(0, 1)
-
-
-def _halves(weight: torch.Tensor, before: int, rope_dim: int, axis: int = 0) -> torch.Tensor:
-    """Bring the rotary rows behind ``before`` from pairs (x0, y0, x1, y1, …) into halves
-    (x0, x1, …, y0, y1, …): the dot product of queries and keys stays the same."""
-    turned = torch.arange(rope_dim).view(-1, 2).t().reshape(-1) + before
+def _reorder(weight: torch.Tensor, before: int, rope_dim: int, axis: int = 0) -> torch.Tensor:
+    """Bring the rotary rows behind ``before`` from the one order to the other (see ``rope``)."""
+    shape = (2, -1) if uses_pairs(weight.dtype) else (-1, 2)
+    turned = torch.arange(rope_dim).view(shape).t().reshape(-1) + before
     order = torch.cat((torch.arange(before), turned)).to(weight.device)
     return weight.index_select(axis, order)

@@ -2,11 +2,19 @@
 
 transformers computes the frequencies (``ROPE_INIT_FUNCTIONS``); here they are applied, because its
 own modules pick them by the largest position of a batch and keep state between calls.
+
+A head's rotary columns come in one of two orders. ``halves`` is the checkpoints': column ``i``
+turns with column ``i + rotary_dim / 2``. ``pairs`` puts the two side by side, as one complex
+number, so that turning is one multiplication; the weights of queries and keys are reordered at
+load, and their dot products stay the same. Used in
+float32, whose complex numbers torch multiplies.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -14,11 +22,51 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pippin.backends.torch.batch import Batch
 
 
+class Rotation(Protocol):
+    """The turns of a step's tokens."""
+
+    def __call__(self, x: torch.Tensor) -> None:
+        """Turn the first ``rotary_dim`` columns of ``x`` [T, heads, d] in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    cos: torch.Tensor
+    sin: torch.Tensor
+    """[T, 1, rotary_dim / 2], of x's dtype."""
+
+    def __call__(self, x: torch.Tensor) -> None:
+        half = self.cos.shape[-1]
+        first, second = x[..., :half], x[..., half : 2 * half]
+        turned = first * self.cos
+        turned.addcmul_(second, self.sin, value=-1)
+        second.mul_(self.cos).addcmul_(first, self.sin)
+        first.copy_(turned)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    turns: torch.Tensor
+    """complex64 [T, 1, rotary_dim / 2]."""
+
+    def __call__(self, x: torch.Tensor) -> None:
+        columns = 2 * self.turns.shape[-1]
+        if columns != x.shape[-1]:
+            x = x[..., :columns]
+        x.view(torch.complex64).mul_(self.turns)
+
+
 class Rope:
-    """cos and sin for one kind of layers."""
+    """The angles of one kind of layers."""
 
     def __init__(
-        self, rotary: torch.nn.Module, config: Any, layer_type: str | None, device: torch.device
+        self,
+        rotary: torch.nn.Module,
+        config: Any,
+        layer_type: str | None,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         """``rotary``: the model's own rotary module, made on the CPU."""
         prefix = f"{layer_type}_" if layer_type else ""
@@ -27,6 +75,7 @@ class Rope:
         self._config = config
         self._layer_type = layer_type
         self._device = device
+        self._dtype = dtype
         inv_freq: torch.Tensor = getattr(rotary, f"{prefix}inv_freq")
         self._inv_freq = inv_freq.float().to(device)
         self._scaling = float(getattr(rotary, f"{prefix}attention_scaling"))
@@ -36,21 +85,37 @@ class Rope:
         if self._kind == "longrope":
             self._long = self._frequencies(self._original + 1)
 
-    def angles(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 [T, rotary_dim / 2], scaled as the variant asks."""
+    @property
+    def rotary_dim(self) -> int:
+        """Columns of a head that turn."""
+        return 2 * self._inv_freq.shape[0]
+
+    def rotation(self, batch: Batch) -> Rotation:
+        """Evaluated in float32, scaled as the variant asks."""
         angles = batch.positions[:, None].float() * self._row_frequencies(batch)
-        return angles.cos() * self._scaling, angles.sin() * self._scaling
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        if self._scaling != 1.0:
+            cos, sin = cos * self._scaling, sin * self._scaling
+        if uses_pairs(self._dtype):
+            return Pairs(torch.complex(cos, sin))
+        return Halves(cos.to(self._dtype), sin.to(self._dtype))
 
     def _row_frequencies(self, batch: Batch) -> torch.Tensor:
         """[T or 1, rotary_dim / 2]."""
         if self._long is not None:
-            return self._choose(batch, lambda length: length > self._original, lambda _: self._long)
+            long = self._long
+            return self._choose(batch, lambda length: length > self._original, lambda _: long)
         if self._kind == "dynamic":
             longest = self._config.max_position_embeddings
             return self._choose(batch, lambda length: length > longest, self._frequencies)
         return self._inv_freq[None]
 
-    def _choose(self, batch: Batch, is_long: Any, frequencies: Any) -> torch.Tensor:
+    def _choose(
+        self,
+        batch: Batch,
+        is_long: Callable[[int], bool],
+        frequencies: Callable[[int], torch.Tensor],
+    ) -> torch.Tensor:
         if not any(is_long(length) for _, _, length in batch.lengths):
             return self._inv_freq[None]
         rows = self._inv_freq.repeat(batch.positions.shape[0], 1)
@@ -67,12 +132,13 @@ class Rope:
         return result
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate ``x`` [T, heads, d] in place: its first ``2 * cos.shape[-1]`` columns, half against
-    half. ``cos``, ``sin``: [T, 1, rotary_dim / 2], of x's dtype."""
-    half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    turned = first * cos
-    turned.addcmul_(second, sin, value=-1)
-    second.mul_(cos).addcmul_(first, sin)
-    first.copy_(turned)
+def uses_pairs(dtype: torch.dtype) -> bool:
+    """Whether rotary columns are in pairs."""
+    return dtype == torch.float32
+
+
+def pairs_from_halves(heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """[heads * head_dim]: a projection's rows in ``halves`` order, listed in ``pairs`` order."""
+    one = torch.arange(head_dim)
+    one[:rotary_dim] = one[:rotary_dim].view(2, -1).t().reshape(-1)
+    return (torch.arange(heads)[:, None] * head_dim + one).reshape(-1)

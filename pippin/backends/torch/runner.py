@@ -82,7 +82,9 @@ class TorchRunner:
                 hint="lower --gpu-memory-utilization or --max-model-len",
             ) from error
         windows = [group.window for group in self.info.kv_groups]
-        self._builder = BatchBuilder(windows, block_size, self._device, self._model.dtype)
+        self._builder = BatchBuilder(
+            windows, self._model.kv_heads, block_size, self._device, self._model.dtype
+        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, hidden: torch.Tensor | None = None) -> torch.Tensor | None:

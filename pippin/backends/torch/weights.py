@@ -41,9 +41,33 @@ class Weights:
         self.nbytes += tensor.nbytes
         return tensor
 
-    def linear(self, names: Sequence[str], biases: Sequence[str] = ()) -> Linear:
-        """One linear of several weights stacked along their outputs."""
-        return self.make(self.stacked(names), self.stacked(biases) if biases else None)
+    def linear(
+        self,
+        names: Sequence[str],
+        biases: Sequence[str] = (),
+        *,
+        columns: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        row_scale: torch.Tensor | None = None,
+    ) -> Linear:
+        """One linear of several weights stacked along their outputs.
+
+        ``columns`` [in] multiplies the input columns; ``rows`` [out] lists the output rows in their
+        new order, which ``row_scale`` [out] then multiplies.
+        """
+        weight = self.stacked(names)
+        bias = self.stacked(biases) if biases else None
+        if rows is not None:
+            rows = rows.to(self.device)
+            weight = weight[rows]
+            bias = bias[rows] if bias is not None else None
+        if columns is not None:
+            weight = weight * columns
+        if row_scale is not None:
+            row_scale = row_scale.to(self.device)
+            weight = weight * row_scale[:, None]
+            bias = bias * row_scale if bias is not None else None
+        return self.make(weight, bias)
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """A linear of a loaded weight [out, in], counted in ``nbytes``."""
