@@ -71,8 +71,6 @@ class Sequence:
     # Set by Scheduler.
     prompt_logprobs: list[Logprobs | None] | None = None
     """Collected so far, starting with the None of position 0; None: not asked for, or delivered."""
-    prompt_rows: int = 0
-    """Prompt positions whose logits were asked for."""
     first_scheduled: float | None = None
     """Seconds since the epoch."""
     num_cached_tokens: int = 0
@@ -99,7 +97,6 @@ class Sequence:
         self.num_left = [0] * self.num_groups
         self.capacity = self.num_registered = self.num_announced = self.next_event = 0
         self.awaits = None
-        self.prompt_rows = len(self.prompt_logprobs) - 1 if self.prompt_logprobs else 0
 
     @property
     def num_output(self) -> int:

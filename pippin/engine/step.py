@@ -103,10 +103,11 @@ class StepBuilder:
         """Ask for the logits of prompt positions that are not scored yet; rows wanted.
 
         The row of position ``p`` scores token ``p + 1``, so the last prompt position scores none.
+        After a preemption, positions that were scored before are not asked for again.
         """
-        if not seq.needs_prompt_logits:
+        if seq.prompt_logprobs is None:
             return 0
-        first, last = max(start, seq.prompt_rows), min(end, seq.num_prompt - 1)
+        first, last = max(start, len(seq.prompt_logprobs) - 1), min(end, seq.num_prompt - 1)
         if first >= last:
             return 0
         top = seq.request.params.prompt_logprobs
@@ -114,7 +115,6 @@ class StepBuilder:
         targets = tuple(seq.tokens[first + 1 : last + 1])
         self._prompt_rows.append(PromptRows(seq.slot, self.num_rows, targets, top))
         self.num_prompt_rows += end - first
-        seq.prompt_rows = last
         return end - first
 
     def build(self, step: int, freed: tuple[int, ...]) -> Scheduled:

@@ -276,6 +276,35 @@ def test_the_lowest_priority_gives_way() -> None:
     engine.check_results()
 
 
+def test_a_newcomer_leaves_the_running_a_block_each() -> None:
+    engine = FakeEngine(num_blocks=(8,), caching=False)
+    engine.add(request("a", prompt(15), 5))
+    engine.add(request("b", prompt(14, 2), 2))
+    engine.run()
+    assert engine.scheduler.stats().num_preemptions == 0
+    assert engine.entered == ["a", "b"]
+    engine.add(request("c", prompt(15), 5))
+    engine.add(request("d", prompt(16, 2), 1))
+    assert ids(engine.step()) == ["c"]
+    engine.run()
+    engine.check_results()
+
+
+def test_a_preempted_prompt_is_not_scored_twice() -> None:
+    engine = FakeEngine(num_blocks=(13,), max_num_batched_tokens=4)
+    engine.add(request("stream", prompt(8), 40))
+    engine.step()
+    engine.step()
+    engine.add(request("scored", prompt(40, 2), 2, prompt_logprobs=0))
+    rows = 0
+    while (scheduled := engine.step()) is not None:
+        rows += sum(len(r.targets) for r in scheduled.prompt_rows)
+    assert engine.scheduler.stats().num_preemptions > 0
+    assert engine.entered[:2] == ["stream", "scored"]
+    assert rows == 39
+    engine.check_results()
+
+
 def test_a_prompt_is_not_starved_by_streams_behind_it() -> None:
     """Decodes come first in a step, but what ranks first gets the blocks."""
     engine = FakeEngine(
