@@ -75,11 +75,11 @@ class SequenceState:
         self.prompt_length = len(state.prompt_token_ids)
         #: Settings that leave only the most likely token; its ties go to the lowest id.
         self.greedy = params.greedy or params.top_k == 1 or params.min_p >= 1.0
-        self.allowed = (
-            None
-            if params.allowed_token_ids is None
-            else np.array(sorted(set(params.allowed_token_ids)), dtype=np.int64)
-        )
+        self.allowed: Int64 | None = None
+        self._allowed: list[int] = []
+        if params.allowed_token_ids is not None:
+            self._allowed = sorted(set(params.allowed_token_ids))
+            self.allowed = np.array(self._allowed, dtype=np.int64)
         self._stops = sorted(state.stop_token_ids) if params.min_tokens else []
         self._bad_tokens = sorted({w[0] for w in state.bad_words_token_ids if len(w) == 1})
         self._bad_words = [list(word) for word in state.bad_words_token_ids if len(word) > 1]
@@ -123,7 +123,7 @@ class SequenceState:
     def _leaves_none(self, banned: set[int]) -> bool:
         if self.allowed is None:
             return len(banned) >= self.vocab_size
-        return banned.issuperset(self.allowed.tolist())
+        return banned.issuperset(self._allowed)
 
 
 @dataclass(frozen=True, slots=True)
