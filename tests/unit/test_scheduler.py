@@ -291,7 +291,7 @@ def test_a_newcomer_leaves_the_running_a_block_each() -> None:
 
 
 def test_a_preempted_prompt_is_not_scored_twice() -> None:
-    engine = FakeEngine(num_blocks=(13,), max_num_batched_tokens=4)
+    engine = FakeEngine(num_blocks=(14,), max_num_batched_tokens=4)
     engine.add(request("stream", prompt(8), 40))
     engine.step()
     engine.step()
