@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -19,13 +21,16 @@ from pippin.engine.budget import MAX_TOKENS, StepBudget
 from pippin.engine.calibrate import calibrate
 from pippin.engine.scheduler import Scheduled, Scheduler
 from pippin.engine.sizing import KVSize, size_kv
-from pippin.errors import ConfigError, OutOfMemory, RequestError, UnsupportedModel
+from pippin.errors import ConfigError, OutOfMemory, RequestError
 from pippin.models.files import ModelFiles, resolve
 from pippin.types.message import Ready
 from pippin.types.request import FinishReason, Logprobs, Request, SequenceOutput
 from pippin.types.step import SchedulerStats, StepPlan
 
 logger = logging.getLogger(__name__)
+
+#: Packages that a backend needs and an installation may lack.
+_LIBRARIES = {"torch": ("torch",), "mlx": ("mlx", "mlx_lm", "mlx.core", "mlx.nn")}
 
 
 class EngineCore:
@@ -161,16 +166,25 @@ def load(config: Config, clock: Clock | None = None) -> EngineCore:
 
 def choose_backend(config: Config) -> tuple[str, str]:
     """The backend's name and why it was chosen."""
-    if config.model.backend == "torch":
-        return "torch", "asked for by --backend torch"
-    if config.model.backend == "mlx":
-        raise UnsupportedModel("the MLX backend is not built yet", hint="--backend torch")
-    return "torch", "the only backend so far"
+    asked = config.model.backend
+    if asked != "auto":
+        return asked, f"asked for by --backend {asked}"
+    if (sys.platform, platform.machine()) == ("darwin", "arm64"):
+        return "mlx", "the fastest on Apple Silicon"
+    return "torch", f"MLX is chosen on Apple Silicon only, this is {sys.platform}"
 
 
 def _load_runner(backend: str, config: Config, files: ModelFiles) -> StageRunner:
     # Loaded by name: only the chosen backend's array library is imported.
-    module = import_module(f"pippin.backends.{backend}.runner")
+    try:
+        module = import_module(f"pippin.backends.{backend}.runner")
+    except ModuleNotFoundError as error:
+        if error.name not in _LIBRARIES[backend]:
+            raise
+        raise ConfigError(
+            f"the {backend} backend needs {error.name}, which is not installed",
+            hint=f"pip install 'pippin[{backend}]'",
+        ) from error
     runner: StageRunner = module.load(config, files)
     return runner
 

@@ -62,6 +62,10 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return merged | {"architectures": config.get("architectures", [])}
 
 
+#: Affine weights are read everywhere, the others by the MLX backend only.
+_MLX_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """How the linears of a safetensors checkpoint are stored."""
@@ -82,14 +86,15 @@ class Quantization:
 
     def mlx_group_size(self, module: str) -> int:
         """Group size of one module, which may have its own settings."""
+        return int(self._mlx(module).get("group_size", self.settings.get("group_size", 64)))
+
+    def mlx_mode(self, module: str) -> str:
+        """``affine``, or one of MLX's four- and eight-bit float modes."""
+        return str(self._mlx(module).get("mode", "affine"))
+
+    def _mlx(self, module: str) -> dict[str, Any]:
         own = self.settings.get(module)
-        settings = own if isinstance(own, dict) else self.settings
-        mode = settings.get("mode", "affine")
-        if mode != "affine":
-            raise UnsupportedModel(
-                f"MLX quantisation mode {mode!r} of {module} is not supported", hint=_SUPPORTED
-            )
-        return int(settings.get("group_size", self.settings.get("group_size", 64)))
+        return own if isinstance(own, dict) else self.settings
 
 
 def quantization_of(config: dict[str, Any], path: Path) -> Quantization:
@@ -97,7 +102,7 @@ def quantization_of(config: dict[str, Any], path: Path) -> Quantization:
     mlx = config.get("quantization")
     if isinstance(mlx, dict) and "group_size" in mlx:
         mode = mlx.get("mode", "affine")
-        if mode != "affine":
+        if mode not in _MLX_MODES:
             raise UnsupportedModel(
                 f"{path}: MLX quantisation mode {mode!r} is not supported", hint=_SUPPORTED
             )

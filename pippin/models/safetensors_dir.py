@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pippin.errors import ModelInvalid, UnsupportedModel
 from pippin.models import packed
 from pippin.models.hub_config import Quantization, quantization_of, read_json, text_config
@@ -47,6 +49,19 @@ class _Source:
     expert: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MlxPacked:
+    """A quantised weight as MLX's kernels take it; experts are one stack."""
+
+    words: DenseTensor
+    """uint32 [..., out, in * bits / 32]"""
+    scales: DenseTensor
+    biases: DenseTensor | None
+    bits: int
+    group_size: int
+    mode: str
+
+
 class SafetensorsCheckpoint:
     """See ``checkpoint.Checkpoint``."""
 
@@ -80,6 +95,33 @@ class SafetensorsCheckpoint:
                 f"{self._path}: quantised weight {source.module!r} is corrupt: {error}",
                 hint=_REFETCH,
             ) from error
+
+    def mlx_packed(self, name: str) -> MlxPacked | None:
+        """The stored parts of a weight whose packing MLX has kernels for, else None.
+
+        The name of any expert stands for the whole stack.
+        """
+        source = self._sources.get(name)
+        if source is None or not source.quantized:
+            return None
+        module = source.module
+        if self._method.method == "mxfp4":
+            blocks = np.ascontiguousarray(self._stored(f"{module}_blocks").data).view(np.uint32)
+            words = DenseTensor(blocks.reshape(*blocks.shape[:-2], -1), "uint32")
+            return MlxPacked(words, self._stored(f"{module}_scales"), None, 4, 32, "mxfp4")
+        if self._method.method != "mlx":
+            return None
+        words, scales = self._stored(f"{module}.weight"), self._stored(f"{module}.scales")
+        has_biases = f"{module}.biases" in self._file_of
+        group_size = self._method.mlx_group_size(module)
+        return MlxPacked(
+            words=words,
+            scales=scales,
+            biases=self._stored(f"{module}.biases") if has_biases else None,
+            bits=words.shape[-1] * 32 // (scales.shape[-1] * group_size),
+            group_size=group_size,
+            mode=self._method.mlx_mode(module),
+        )
 
     def _count(self, source: _Source) -> int:
         def size(suffix: str) -> int:
@@ -119,6 +161,12 @@ class SafetensorsCheckpoint:
 
         match self._method.method:
             case "mlx":
+                mode = self._method.mlx_mode(module)
+                if mode != "affine":
+                    raise UnsupportedModel(
+                        f"only the MLX backend reads MLX quantisation mode {mode!r} of {module}",
+                        hint="--backend mlx",
+                    )
                 group_size = self._method.mlx_group_size(module)
                 return packed.mlx(
                     words(".weight"), floats(".scales"), floats(".biases"), group_size

@@ -1,0 +1,268 @@
+"""Every architecture on MLX: our paged, chunked, batched logits equal transformers' own forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_tiny import load_mlx, make_mlx
+from test_torch_models import LENGTHS, prompts, random_steps
+from torch_tiny import DYNAMIC, LONGROPE, MODELS, Driver, make_reference, make_runner
+from torch_tiny import reference_logits as expected
+
+from pippin.backends.mlx.batch import MOST_PADDING, Single, group_decodes
+from pippin.backends.mlx.runner import load
+from pippin.config import Config, ModelConfig
+from pippin.errors import EngineError, ModelInvalid, UnsupportedModel
+from pippin.models.files import local_directory
+from pippin.types.step import Chunk, StepPlan
+
+CONFIG = Config(model=ModelConfig(device="cpu"))
+
+#: What differs from the torch backend's models, and what only MLX runs.
+MLX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **MODELS,
+    # mlx-lm's file takes the width of a head from the hidden size.
+    "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+}
+
+
+def check(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert actual.shape == wanted.shape
+    torch.testing.assert_close(actual, wanted, atol=1e-3, rtol=0)
+
+
+def add_all(driver: Driver, tokens: dict[int, list[int]]) -> None:
+    for seq, ids in tokens.items():
+        driver.add(seq, ids)
+
+
+@pytest.mark.parametrize("name", MLX_MODELS)
+def test_chunks_and_mixed_batches(name: str, tmp_path: Path) -> None:
+    reference = make_reference(*MLX_MODELS[name])
+    driver = Driver(make_mlx(reference, tmp_path), num_blocks=64)
+    tokens = prompts(LENGTHS)
+    add_all(driver, tokens)
+    logits = driver.run(random_steps(LENGTHS))
+    for seq, ids in tokens.items():
+        check(logits[seq], expected(reference, ids))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_both_backends_agree(name: str, tmp_path: Path) -> None:
+    reference = make_reference(*MODELS[name])
+    drivers = [
+        Driver(make_runner(reference, tmp_path), num_blocks=64),
+        Driver(load_mlx(tmp_path), num_blocks=64, seed=1),
+    ]
+    tokens = prompts(LENGTHS, seed=2)
+    results = []
+    for driver in drivers:
+        add_all(driver, tokens)
+        results.append(driver.run(random_steps(LENGTHS, seed=2)))
+    for seq in tokens:
+        check(results[1][seq], results[0][seq])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_prefix_pages_are_shared(name: str, tmp_path: Path) -> None:
+    reference = make_reference(*MODELS[name])
+    driver = Driver(make_mlx(reference, tmp_path), num_blocks=64)
+    common = prompts((9,))[0]
+    tokens = {seq: common + tail for seq, tail in prompts((8, 15), seed=1).items()}
+    driver.add(0, tokens[0])
+    driver.step({0: 9})
+    driver.add(1, tokens[1], prefix_of=0)
+    assert driver.sequences[1].done == 8
+    logits = driver.run([{0: 3, 1: 5}, {1: 1, 0: 5}, {1: len(tokens[1]) - 14}])
+    check(logits[0], expected(reference, tokens[0])[9:])
+    check(logits[1], expected(reference, tokens[1])[8:])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_only_wanted_rows_come_back(name: str, tmp_path: Path) -> None:
+    reference = make_reference(*MODELS[name])
+    driver = Driver(make_mlx(reference, tmp_path), num_blocks=64)
+    tokens = prompts((21, 30, 5))
+    add_all(driver, tokens)
+    assert driver.step({0: 10, 1: 13}, num_logits=0) == {}
+    logits = driver.step({0: 11, 2: 5, 1: 17}, num_logits=1)
+    for seq, ids in tokens.items():
+        check(logits[seq], expected(reference, ids)[-1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("phi3", LONGROPE), ("llama", DYNAMIC)], ids=["longrope", "dynamic"]
+)
+def test_rope_depends_on_the_sequence_and_not_on_the_batch(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    reference = make_reference(kind, changes)
+    driver = Driver(make_mlx(reference, tmp_path), num_blocks=64)
+    tokens = prompts((10, 32, 33, 60, 1))
+    add_all(driver, tokens)
+    logits = driver.step({seq: len(ids) for seq, ids in tokens.items()})
+    for seq, ids in tokens.items():
+        # A fresh model: transformers keeps the frequencies of the longest sequence it has seen.
+        check(logits[seq], expected(make_reference(kind, changes), ids))
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gemma3", "deepseek_v3"])
+def test_stages_pass_the_residual_stream(name: str, tmp_path: Path) -> None:
+    reference = make_reference(*MODELS[name])
+    reference.save_pretrained(tmp_path)
+    stages = [
+        load(CONFIG, local_directory("tiny", tmp_path), first_layer=first, last_layer=last)
+        for first, last in ((0, 1), (1, 2), (2, 3))
+    ]
+    groups = len(stages[0].info.kv_groups)
+    tokens = prompts((19,))[0]
+    for stage in stages:
+        stage.allocate_kv((8,) * groups, 4)
+    for first, last in ((0, 12), (12, 13), (13, 19)):
+        table = tuple(range(-(-first // 4), -(-last // 4)))
+        chunk = Chunk(0, first, tokens[first:last], (table,) * groups, last - first)
+        hidden = None
+        for stage in stages:
+            hidden = stage.execute(StepPlan(step=0, chunks=(chunk,)), hidden)
+        assert hidden is not None
+        check(torch.from_numpy(np.array(hidden)), expected(reference, tokens)[first:last])
+
+
+def test_a_contiguous_sequence_is_read_without_a_copy(tmp_path: Path) -> None:
+    reference = make_reference("llama", {"max_position_embeddings": 4096})
+    runner = make_mlx(reference, tmp_path).runner
+    runner.allocate_kv((400,), 16)
+    tokens = prompts((101,))[0]
+    for first, last in ((0, 50), (50, 100), (100, 101)):
+        table = tuple(range(9 + -(-first // 16), 9 + -(-last // 16)))
+        chunk = Chunk(0, first, tokens[first:last], (table,), 1)
+        logits = runner.execute(StepPlan(step=0, chunks=(chunk,)))
+    assert logits is not None
+    check(torch.from_numpy(np.array(logits)), expected(reference, tokens)[-1:])
+    # One of 4,000 tokens, whose pages are empty here.
+    chunk = Chunk(1, 4000, [5], (tuple(range(100, 351)),), 1)
+    runner.execute(StepPlan(step=0, chunks=(chunk,)))
+    assert runner.gathered_bytes == 0
+
+
+def test_long_and_short_decodes_are_not_padded_to_one_length(tmp_path: Path) -> None:
+    runner = make_mlx(make_reference("llama", {"max_position_embeddings": 4096}), tmp_path).runner
+    runner.allocate_kv((400,), 16)
+    scattered = tuple(reversed(range(100, 351)))
+    chunks = [Chunk(0, 4000, [5], (scattered,), 1)]
+    chunks += [Chunk(seq, 1, [5], ((seq,),), 1) for seq in range(1, 8)]
+    runner.execute(StepPlan(step=0, chunks=tuple(chunks)))
+    slot = runner.info.kv_groups[0].bytes_per_token
+    assert runner.gathered_bytes == slot * 16 * (251 + 7)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=64))
+def test_padding_of_decodes_is_bounded(lengths: list[int]) -> None:
+    singles = [Single(row, 0, 16 * n, np.zeros(n, np.int64)) for row, n in enumerate(lengths)]
+    sets = group_decodes(singles)
+    assert sorted(single.row for one in sets for single in one) == list(range(len(lengths)))
+    for one in sets:
+        own = [len(single.blocks) for single in one]
+        assert max(own) * len(own) - sum(own) <= MOST_PADDING * max(own) * len(own)
+
+
+def test_pools_are_written_in_place(tmp_path: Path) -> None:
+    runner = make_mlx(make_reference("llama", {}), tmp_path).runner
+    runner.allocate_kv((20_000,), 16)
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    pool = runner.info.kv_groups[0].bytes_per_token * 20_000 * 16
+    assert held > pool
+    mx.reset_peak_memory()
+    for position in range(4):
+        blocks = ((7, 3),) if position == 0 else ((),)
+        chunks = (Chunk(0, position, [5], blocks, 1),)
+        runner.execute(StepPlan(step=position, chunks=chunks))
+    assert mx.get_peak_memory() - held < pool // len(runner.info.kv_groups[0].layers) // 4
+
+
+def test_half_the_layers_take_half_the_memory(tmp_path: Path) -> None:
+    make_reference("llama", {"num_hidden_layers": 8, "hidden_size": 384}).save_pretrained(tmp_path)
+    files = local_directory("tiny", tmp_path)
+    peaks = []
+    for last in (8, 4):
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        runner = load(CONFIG, files, first_layer=0, last_layer=last)
+        peaks.append(mx.get_peak_memory() - before)
+        runner.close()
+        del runner
+    assert peaks[1] < 0.6 * peaks[0]
+
+
+def test_other_threads_are_refused(tmp_path: Path) -> None:
+    runner = make_mlx(make_reference("llama", {}), tmp_path).runner
+    runner.allocate_kv((4,), 16)
+    runner._thread += 1
+    with pytest.raises(EngineError, match="thread"):
+        runner.execute(StepPlan(step=0, chunks=(Chunk(0, 0, [5], ((0,),), 1),)))
+
+
+def test_recurrent_models_are_refused_with_the_reason(tmp_path: Path) -> None:
+    make_reference("llama", {}).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"qwen3_next"'))
+    with pytest.raises(UnsupportedModel, match="recurrent state"):
+        load(CONFIG, local_directory("tiny", tmp_path))
+
+
+def test_heads_that_the_library_cannot_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="heads of 8, the model of 16"):
+        make_mlx(make_reference("phi3", {"head_dim": 16}), tmp_path)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    make_reference("llama", {}).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    text = config.read_text().replace('"intermediate_size": 80', '"intermediate_size": 96')
+    config.write_text(text)
+    with pytest.raises(ModelInvalid, match="gate_proj"):
+        load(CONFIG, local_directory("tiny", tmp_path))
