@@ -240,11 +240,10 @@ def _apply_flags(backend: Tokenizer, config: Mapping[str, Any], special: Mapping
             continue
         single.insert(0 if role == "bos" else len(single), f"{token}:0")
         used.append((token, token_id))
-    if used:
-        pair = [part.replace("$A:0", "$B:1").replace(":0", ":1") for part in single]
-        backend.post_processor = processors.TemplateProcessing(
-            single=single, pair=single + pair, special_tokens=used
-        )
+    pair = [part.replace("$A:0", "$B:1").replace(":0", ":1") for part in single]
+    backend.post_processor = processors.TemplateProcessing(
+        single=single, pair=single + pair, special_tokens=used
+    )
 
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from tokenizer_standins import (
     wordpiece_backend,
 )
 from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
 from pippin.errors import DownloadError, InvalidRequest, ModelError, ModelInvalid
 from pippin.models import hub, tokenizer_files
@@ -176,6 +177,15 @@ def test_flags_of_llama_tokenizers(model: Path) -> None:
         assert backend.encode("hello").ids == expected
         assert backend.encode("hello", add_special_tokens=False).ids == text
     write(model, "tokenizer_config.json", {**config, "tokenizer_class": "Qwen2TokenizerFast"})
+    assert read(model).backend.encode("hello").ids == text
+    # What tokenizer.json adds counts for other classes, and does not for these.
+    own = Backend.from_file(str(model / "tokenizer.json"))
+    own.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", START)]
+    )
+    own.save(str(model / "tokenizer.json"))
+    assert read(model).backend.encode("hello").ids == [START, *text]
+    write(model, "tokenizer_config.json", {**config, "add_bos_token": False})
     assert read(model).backend.encode("hello").ids == text
 
 
