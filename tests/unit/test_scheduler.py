@@ -93,7 +93,7 @@ def test_a_prompt_gets_its_share_of_a_step_full_of_decodes() -> None:
 def test_decodes_use_what_prompts_cannot() -> None:
     """Tokens kept for a prompt go to decodes when it has to wait for blocks."""
     engine = FakeEngine(
-        groups=(window(4),), num_blocks=(4,), max_num_batched_tokens=1, caching=False
+        groups=(window(4),), num_blocks=(3,), max_num_batched_tokens=1, caching=False
     )
     engine.add(request("a", prompt(3), 40))
     engine.add(request("b", prompt(30, 2), 2))
