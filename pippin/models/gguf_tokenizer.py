@@ -108,7 +108,8 @@ class _Vocabulary:
         if not self.tokens:
             raise ModelInvalid(f"{name}: the tokenizer's vocabulary is empty", hint=_HINT)
         types = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(self.tokens)
-        if not isinstance(types, list) or len(types) != len(self.tokens):
+        fits = isinstance(types, list) and len(types) == len(self.tokens)
+        if not fits or not all(isinstance(kind, int) for kind in types):
             raise ModelInvalid(f"{name}: tokenizer.ggml.token_type does not fit the tokens")
         self.types: list[int] = types
 
@@ -163,7 +164,9 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
         logger.warning(
             "%s does not name its pre-tokenizer: 'default' may give wrong tokens", vocabulary.name
         )
-    family = PRE_TOKENIZERS.get(pre or "default")
+    if "tokenizer.ggml.merges" not in vocabulary.metadata:
+        raise ModelInvalid(f"{vocabulary.name}: the tokenizer has no merges", hint=_HINT)
+    family = PRE_TOKENIZERS.get(str(pre) or "default")
     if family is None:
         raise UnsupportedModel(f"{vocabulary.name}: unknown pre-tokenizer '{pre}'", hint=_HINT)
     backend = Tokenizer(
@@ -188,7 +191,7 @@ def _merged_spm(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _spm(vocabulary: _Vocabulary) -> Tokenizer:
-    """SentencePiece BPE: merges in order of the merged pieces' scores, equal ones in order of ids."""
+    """SentencePiece BPE: merges go by the merged piece's score, equal ones by its id."""
     scores = vocabulary.scores()
     ids = vocabulary.ids()
     found: list[tuple[float, int, int, str, str]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import unicodedata
 from itertools import pairwise
@@ -20,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, models, trainers
 
 from pippin.errors import ModelInvalid, UnsupportedModel
 from pippin.models.gguf_metadata import read_metadata
-from pippin.models.gguf_tokenizer import read_gguf
+from pippin.models.gguf_tokenizer import from_metadata, read_gguf
 from pippin.models.spm_model import read_bpe_model
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -369,6 +370,41 @@ def test_damaged_files(tmp_path: Path) -> None:
     path.write_bytes(whole[:8] + b"\xff" * (len(whole) - 8))
     with pytest.raises(ModelInvalid):
         read_gguf(path)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama", "gemma4"])
+def test_any_damage_is_told_as_such(model: str, tmp_path: Path) -> None:
+    """Changed bytes give a tokenizer or a clear error, never anything else."""
+    rng = random.Random(5)
+    whole = _small(tmp_path, model=model, scores=[0.5] * 263, chat_template="x").read_bytes()
+    path = tmp_path / "damaged.gguf"
+    outcomes = set()
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(data)
+        try:
+            read_gguf(path)
+        except (ModelInvalid, UnsupportedModel) as error:
+            outcomes.add(type(error))
+    assert ModelInvalid in outcomes
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("pre", [1]), ("merges", None), ("merges", [1]), ("token_type", ["a"] * 3)]
+)
+def test_values_of_other_types(key: str, value: Any) -> None:
+    values = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
+    metadata = {f"tokenizer.ggml.{name}": each for name, each in {**values, key: value}.items()}
+    with pytest.raises((ModelInvalid, UnsupportedModel)):
+        from_metadata(metadata, "it")
+
+
+def test_byte_level_tokenizer_without_merges() -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]}
+    with pytest.raises(ModelInvalid, match="no merges"):
+        from_metadata(metadata, "it")
 
 
 def test_metadata_equals_the_gguf_library(tmp_path: Path) -> None:
