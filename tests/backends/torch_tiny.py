@@ -17,6 +17,8 @@ from pippin.types.step import Chunk, StepPlan
 
 BLOCK = 4
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
 _COMMON: dict[str, Any] = {
     "vocab_size": 151,
     "hidden_size": 48,

@@ -192,11 +192,14 @@ def attention(
     group = query.shape[1]
     keys = keys[:, None].expand(-1, group, -1, -1)
     values = values[:, None].expand(-1, group, -1, -1)
-    if query.device.type == "cpu" and softcap is None:
-        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
-        )
-        return out, total
+    if softcap is None:
+        if query.device.type == "cpu":
+            out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
+            )
+            return out, total
+        if query.device.type == "cuda":
+            return _cuda(query, keys, values, scale, causal, mask)
     scores = torch.matmul(query, keys.transpose(2, 3)).float() * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -205,3 +208,28 @@ def attention(
     if mask is not None:
         scores += mask
     return torch.matmul(F.softmax(scores, -1).to(values.dtype), values), scores.logsumexp(-1)
+
+
+def _cuda(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    causal: bool,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fused kernels that also return the log-sum-exp. Widths must be multiples of 8."""
+    if mask is None and query.dtype != torch.float32 and query.shape[-1] <= 256:
+        out, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, keys, values, 0.0, causal, False, scale=scale
+        )
+        return out, total
+    if mask is not None:
+        rows, columns = mask.shape
+        # Rows of the bias must be aligned.
+        aligned = mask.new_zeros(rows, -(-columns // 16) * 16)[:, :columns]
+        mask = aligned.copy_(mask).expand(*query.shape[:2], -1, -1)
+    out, total, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, keys, values, mask, True, 0.0, causal, scale=scale
+    )
+    return out, total[..., : query.shape[2]]

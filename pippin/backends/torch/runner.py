@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Sequence
 
-import psutil
 import torch
 
 from pippin.backends.description import read_config
 from pippin.backends.torch.batch import BatchBuilder
 from pippin.backends.torch.device import DeviceChoice, choose_device, dtype_name, free_memory
 from pippin.backends.torch.model import SUPPORTED, StageModel, build
+from pippin.backends.torch.profile import largest_steps, step_bytes
 from pippin.backends.torch.sampler import TorchSampler
 from pippin.backends.torch.weights import Weights
 from pippin.config import CacheConfig, Config
@@ -21,7 +20,7 @@ from pippin.errors import OutOfMemory
 from pippin.models.checkpoint import Checkpoint, open_checkpoint
 from pippin.models.files import ModelFiles
 from pippin.types.model import ModelInfo
-from pippin.types.step import Chunk, StepPlan
+from pippin.types.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +50,24 @@ class TorchRunner:
         self.sampler = TorchSampler(info.vocab_size, choice.device)
 
     def available_kv_bytes(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-        """See ``StageRunner``. Runs the largest prefill step and the largest decode step once, with
-        pools just large enough for them. Raises ``OutOfMemory`` if they do not fit."""
-        _, total = free_memory(self._device)
-        peak = self._profile(max_num_batched_tokens, max_num_seqs)
-        free, _ = free_memory(self._device)
+        """See ``StageRunner``. On accelerators, runs the largest prefill step and the largest
+        decode step once. Raises ``OutOfMemory`` if nothing is left."""
+        tokens = max(1, min(max_num_batched_tokens, self.info.max_position_embeddings))
+        free, total = free_memory(self._device)
         share = self._cache.gpu_memory_utilization
         if self._device.type == "cpu":
+            peak = step_bytes(self._model.config, self._model.dtype, tokens, max_num_seqs)
             available = int(free * share) - peak
+        else:
+            peak = self._measure(tokens, max_num_seqs)
+            free, _ = free_memory(self._device)
+            available = int(free - (1 - share) * total) - peak
+        # Decodes gather their pages of one layer at a time, with some padding.
+        available = int(available / (1 + 2 / self.info.num_layers))
+        if self._device.type == "cpu":
             per_token = sum(group.bytes_per_token for group in self.info.kv_groups)
             longest = self.info.max_position_embeddings * per_token
             available = min(available, max(_CPU_KV_BYTES, longest))
-        else:
-            available = int(free - (1 - share) * total) - peak
         if available <= 0:
             raise OutOfMemory(
                 f"nothing is left for the KV cache: {free / 2**30:.2f} GiB free,"
@@ -110,55 +114,47 @@ class TorchRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _profile(self, tokens: int, sequences: int) -> int:
+    def _measure(self, tokens: int, sequences: int) -> int:
         """Bytes that the largest steps take beyond weights and pools."""
-        tokens = max(1, min(tokens, self.info.max_position_embeddings))
         block_size = self._cache.block_size
         blocks = -(-max(tokens, sequences * block_size) // block_size)
         groups = len(self.info.kv_groups)
         self.allocate_kv((blocks,) * groups, block_size)
-        before = self._resident()
+        before = self._allocated()
+        peak = 0
         try:
-            for plan in _largest_steps(tokens, sequences, block_size, groups):
-                self._run_blank(plan)
+            for plan in largest_steps(tokens, sequences, block_size, groups):
+                self.execute(plan, self._blank(plan))
+                self.synchronize()
+                peak = max(peak, self._peak() - before)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"a step of {tokens} tokens does not fit beside the weights: {error}",
                 hint="lower --max-num-batched-tokens, or use a smaller or quantised model",
             ) from error
-        peak = self._peak(before)
         self.allocate_kv((1,) * groups, block_size)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return peak
 
-    def _run_blank(self, plan: StepPlan) -> float:
-        """Run a plan without a stage before this one; returns seconds."""
-        started = time.perf_counter()
-        hidden = None
-        if self._model.embedding is None:
-            hidden = torch.zeros(
-                plan.num_tokens,
-                self.info.hidden_size,
-                dtype=self._model.dtype,
-                device=self._device,
-            )
-        self.execute(plan, hidden)
-        self.synchronize()
-        return time.perf_counter() - started
+    def _blank(self, plan: StepPlan) -> torch.Tensor | None:
+        """What a stage before this one would send."""
+        if self._model.embedding is not None:
+            return None
+        shape = (plan.num_tokens, self.info.hidden_size)
+        return torch.zeros(shape, dtype=self._model.dtype, device=self._device)
 
-    def _resident(self) -> int:
+    def _allocated(self) -> int:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return torch.cuda.memory_allocated(self._device)
-        # Of this process alone: others take and give back memory meanwhile.
-        return psutil.Process().memory_info().rss
+        return torch.mps.driver_allocated_memory()
 
-    def _peak(self, before: int) -> int:
+    def _peak(self) -> int:
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - before
-        # The allocator keeps most of what the step needed.
-        return max(psutil.Process().memory_info().rss - before, 0)
+            return torch.cuda.max_memory_allocated(self._device)
+        # Metal's driver keeps what a step needed.
+        return torch.mps.driver_allocated_memory()
 
 
 def load(
@@ -219,22 +215,3 @@ def load_checkpoint(
 def _architecture(checkpoint: Checkpoint) -> str:
     named: Sequence[str] = checkpoint.config.get("architectures") or ()
     return named[0] if named else str(checkpoint.config.get("model_type"))
-
-
-def _largest_steps(
-    tokens: int, sequences: int, block_size: int, groups: int
-) -> tuple[StepPlan, StepPlan]:
-    """One prompt of ``tokens`` tokens; then ``sequences`` decodes."""
-    sequences = max(1, sequences)
-    prompt = Chunk(
-        seq=0,
-        start=0,
-        token_ids=[0] * tokens,
-        new_blocks=(tuple(range(-(-tokens // block_size))),) * groups,
-        num_logits=1,
-    )
-    decodes = tuple(
-        Chunk(seq=i + 1, start=0, token_ids=[0], new_blocks=((i,),) * groups, num_logits=1)
-        for i in range(sequences)
-    )
-    return StepPlan(step=0, chunks=(prompt,)), StepPlan(step=1, chunks=decodes, freed=(0,))
