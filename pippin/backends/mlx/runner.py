@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _CPU_KV_BYTES = 512 << 20
 
 #: Tokens of the step that is measured on CPU, where the largest one would take minutes.
-_CPU_PROFILE_TOKENS = 64
+_CPU_PROFILE_TOKENS = 16
 
 
 class MlxRunner:
