@@ -24,8 +24,8 @@ from torch.nn import functional
 
 from pippin.backends.noise import token_table
 from pippin.backends.sampler import Limits
-from pippin.backends.torch.lanes import TIES, Lanes, Looked
-from pippin.backends.torch.noise import gumbel, noise_bits
+from pippin.backends.torch.lanes import TIES, Lanes, Looked, some
+from pippin.backends.torch.noise import log_exponential, noise_bits
 
 Put = Callable[[npt.NDArray[Any]], Tensor]
 
@@ -34,6 +34,7 @@ _INFINITY = float("inf")
 _PARTS = 8
 #: Far above the rounding errors of a bound, far below any difference that matters for speed.
 _SLACK = 1e-4
+_LOWEST = torch.finfo(torch.float32).min
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 
 
@@ -48,6 +49,8 @@ class DeviceLimits:
     top_k: Tensor
     top_p: Tensor
     log_min_p: Tensor
+    """[rows, 1]"""
+    any_min_p: bool
     checked: Tensor
     partial: Tensor
     """Whether top_p is a part of what top_k or min_p leave, [rows]."""
@@ -63,7 +66,8 @@ class DeviceLimits:
             temperature=put(limits.temperature[:, None]),
             top_k=put(limits.top_k),
             top_p=put(limits.top_p),
-            log_min_p=put(limits.log_min_p),
+            log_min_p=put(limits.log_min_p[:, None]),
+            any_min_p=bool((limits.log_min_p > -_INFINITY).any()),
             checked=put(limits.checked),
             partial=put(limits.partial),
             any_partial=bool(limits.partial.any()),
@@ -76,14 +80,19 @@ class _Search:
     """The random rows being drawn, and how far each search has come."""
 
     looked: Looked
-    limits: DeviceLimits
+    """All edited logits of the step."""
+    rows: Tensor
+    """Their rows that are drawn here; everything below is of these."""
+    maxima: Tensor
+    top: Tensor
     bits: Tensor
     """[rows, vocab_size]"""
     bounds: Tensor
-    """The best that logit and noise may sum to, [rows, lanes]."""
-    last: Tensor
-    """Only tokens before this one in the order are left: its logit, [rows]."""
-    last_id: Tensor
+    """The best that score and noise may sum to, [rows, lanes]."""
+    limits: DeviceLimits
+    last: Tensor | None = None
+    """Only tokens before this one in the order are left: its logit, [rows]. None: all are left."""
+    last_id: Tensor | None = None
 
 
 class Drawer:
@@ -102,14 +111,15 @@ class Drawer:
         top_k = limits.top_k[:, None]
         count = min(int(limits.host.top_k.max()) + TIES, self._vocab_size)
         values, ids = self._lanes.best(looked, limits.rows, count)
-        scores = (values - looked.top[limits.rows]) / limits.temperature
+        top = some(looked.top, limits.rows)
+        scores = self._scores(values, top, limits.temperature, limits)
         left = torch.arange(count, device=self._device) < top_k
-        left &= scores >= limits.log_min_p[:, None]
+        left &= scores >= limits.log_min_p
         weights = scores.exp() * left
         before = weights.cumsum(1) - weights
         left &= before < limits.top_p[:, None] * weights.sum(1, keepdim=True)
         left[:, 0] = True
-        sums = scores + gumbel(noise_bits(self._table[ids], keys))
+        sums = scores - log_exponential(noise_bits(self._table[ids], keys))
         sums.masked_fill_(~left, -_INFINITY)
         best = sums.amax(1, keepdim=True)
         tokens = ids.masked_fill(sums != best, self._vocab_size).amin(1)
@@ -118,8 +128,8 @@ class Drawer:
             # Tokens tied with the last one may be missing from the candidates.
             unsure = ((kth == values[:, -1]) & (kth > -_INFINITY)).nonzero().flatten()
             if len(unsure):
-                some = DeviceLimits.make(limits.host.take(unsure.cpu().numpy()), self._lanes.put)
-                tokens[unsure] = self.many(looked, some, keys[unsure])
+                again = DeviceLimits.make(limits.host.take(unsure.cpu().numpy()), self._lanes.put)
+                tokens[unsure] = self.many(looked, again, keys[unsure])
         return tokens
 
     def many(self, looked: Looked, limits: DeviceLimits, keys: Tensor) -> Tensor:
@@ -130,31 +140,31 @@ class Drawer:
             out=self._lanes.keep("bits", len(keys)).view(torch.int32),
             scratch=self._lanes.keep("scratch", len(keys)).view(torch.int32),
         )
-        search = _Search(
-            looked=looked,
-            limits=limits,
-            bits=bits,
-            bounds=self._bounds(looked, limits, bits),
-            last=torch.full((len(bits),), -_INFINITY, device=self._device),
-            last_id=torch.full((len(bits),), self._vocab_size, device=self._device),
-        )
+        maxima, top = some(looked.maxima, limits.rows), some(looked.top, limits.rows)
+        scores = self._scores(maxima, top, limits.temperature, limits)
+        bounds = scores - log_exponential(self._lanes.fold(bits, Tensor.amin, torch.minimum))
+        if limits.any_min_p:
+            bounds.masked_fill_(scores < limits.log_min_p, -_INFINITY)
+        search = _Search(looked, limits.rows, maxima, top, bits, bounds, limits)
         tokens = self._next(search, torch.arange(len(bits), device=self._device))
         if len(limits.checked):
             self._check(search, tokens)
         return tokens
 
-    def _bounds(self, looked: Looked, limits: DeviceLimits, bits: Tensor) -> Tensor:
-        minima = self._lanes.fold(bits, Tensor.amin, torch.minimum)
-        scores = (looked.maxima[limits.rows] - looked.top[limits.rows]) / limits.temperature
-        bounds = scores + gumbel(minima)
-        return bounds.masked_fill_(scores < limits.log_min_p[:, None], -_INFINITY)
+    def _scores(
+        self, logits: Tensor, top: Tensor, temperature: Tensor, limits: DeviceLimits
+    ) -> Tensor:
+        scores = logits - top
+        return scores.div_(temperature) if limits.tempered else scores
 
     def _next(self, search: _Search, which: Tensor) -> Tensor:
         """The best token with noise of those left, for the rows ``which`` of the search."""
-        bounds = search.bounds[which]
+        bounds = some(search.bounds, which)
         _, sums = self._sums(search, which.repeat_interleave(self._parts), self._first(bounds))
         found = sums.view(len(which), -1).amax(1, keepdim=True)
-        row, lane = ((bounds >= found - _SLACK) & (bounds > -_INFINITY)).nonzero(as_tuple=True)
+        # Nothing at all may be left in the lanes tried first; -inf is no bound worth looking at.
+        found.sub_(_SLACK).clamp_(min=_LOWEST)
+        row, lane = (bounds >= found).nonzero(as_tuple=True)
         ids, sums = self._sums(search, which[row], lane)
         best = torch.full((len(which),), -_INFINITY, device=self._device)
         best.scatter_reduce_(0, row, sums.amax(1), "amax")
@@ -167,29 +177,39 @@ class Drawer:
         return (best + torch.arange(self._parts, device=self._device) * part).view(-1)
 
     def _sums(self, search: _Search, row: Tensor, lane: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids, and logit / temperature + noise, of lanes; -inf for tokens not left. [n, 16]."""
+        """Ids, and score + noise, of lanes; -inf for tokens not left. [n, 16] each."""
         limits = search.limits
-        ids, values = self._lanes.elements(search.looked.x, limits.rows[row], lane)
-        bits = search.bits.view(-1)[row[:, None] * self._vocab_size + ids]
-        scores = (values - search.looked.top[limits.rows[row]]) / limits.temperature[row]
-        last = search.last[row, None]
-        left = (values > last) | ((values == last) & (ids < search.last_id[row, None]))
-        left &= scores >= limits.log_min_p[row, None]
-        return ids, (scores + gumbel(bits)).masked_fill_(~left, -_INFINITY)
+        ids = self._lanes.ids(lane)
+        places = row[:, None] * self._vocab_size + ids
+        bits = search.bits.view(-1)[places]
+        if len(search.rows) < len(search.looked.x):
+            places = search.rows[row][:, None] * self._vocab_size + ids
+        values = search.looked.x.view(-1)[places]
+        scores = self._scores(values, search.top[row], limits.temperature[row], limits)
+        sums = scores - log_exponential(bits)
+        if limits.any_min_p:
+            sums.masked_fill_(scores < limits.log_min_p[row], -_INFINITY)
+        if search.last is not None and search.last_id is not None:
+            last, last_id = search.last[row, None], search.last_id[row, None]
+            left = (values > last) | ((values == last) & (ids < last_id))
+            sums.masked_fill_(~left, -_INFINITY)
+        return ids, sums
 
     def _check(self, search: _Search, tokens: Tensor) -> None:
         """Replace tokens outside top_k or top_p, until all are inside."""
-        looked, limits = search.looked, search.limits
-        at = limits.checked
+        rows, at = search.rows, search.limits.checked
         first = torch.empty_like(tokens)
-        first[at] = self._lanes.first(looked, limits.rows[at])
+        first[at] = self._lanes.first(search.looked, rows[at])
+        last = torch.full((len(tokens),), -_INFINITY, device=self._device)
+        last_id = torch.full((len(tokens),), self._vocab_size, device=self._device)
+        search.last, search.last_id = last, last_id
         while len(at := at[tokens[at] != first[at]]):
             at = at[self._outside(search, at, tokens[at])]
             if not len(at):
                 return
-            search.last_id[at] = tokens[at]
-            search.last[at] = looked.x[limits.rows[at], tokens[at]]
-            behind = looked.maxima[limits.rows[at]] < search.last[at, None]
+            last_id[at] = tokens[at]
+            last[at] = search.looked.x[rows[at], tokens[at]]
+            behind = search.maxima[at] < last[at, None]
             search.bounds[at] = search.bounds[at].masked_fill_(behind, -_INFINITY)
             tokens[at] = self._next(search, at)
 
@@ -197,7 +217,7 @@ class Drawer:
         """Indices of those ``tokens``, one of each row in ``at`` and none of them a row's first,
         that have too many tokens or too much weight before them.
         """
-        limits, x, rows = search.limits, search.looked.x, search.limits.rows[at]
+        limits, x, rows = search.limits, search.looked.x, search.rows[at]
         weights = self._lanes.keep("scratch", len(at))
         value = x[rows, tokens][:, None]
         source = x if len(at) == len(x) else torch.index_select(x, 0, rows, out=weights)
@@ -225,14 +245,15 @@ class Drawer:
 
     def _masses(self, search: _Search, at: Tensor, weights: Tensor) -> Tensor:
         """Weight of the tokens that min_p and top_k leave, of which top_p takes its part."""
-        limits, looked = search.limits, search.looked
+        limits = search.limits
         masses = weights.sum(1)
         if limits.any_partial:
             for i in limits.partial[at].nonzero().flatten().tolist():
-                row, kept = limits.rows[at[i]], weights[i]
-                scores = (looked.x[row] - looked.top[row]) / limits.temperature[at[i]]
-                kept = kept * (scores >= limits.log_min_p[at[i]])
-                top_k = int(limits.top_k[at[i]])
+                one = at[i : i + 1]
+                line = search.looked.x[search.rows[one]]
+                scores = self._scores(line, search.top[one], limits.temperature[one], limits)
+                kept = weights[i] * (scores[0] >= limits.log_min_p[one])
+                top_k = int(limits.top_k[one])
                 best = kept if top_k == self._vocab_size else kept.topk(top_k, sorted=False).values
                 masses[i] = best.sum()
         return masses

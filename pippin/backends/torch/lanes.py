@@ -85,19 +85,27 @@ class Lanes:
         join(part, rest, out=part)
         return folded
 
+    def ids(self, lane: Tensor) -> Tensor:
+        """Token ids in each of ``lane``, the vocabulary's last one again past it. [n, size]."""
+        return (lane[:, None] + self._offsets).clamp_(max=self.vocab_size - 1)
+
     def elements(self, x: Tensor, row: Tensor, lane: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and logits in ``lane[i]`` of ``row[i]``; -inf past the vocabulary. [n, size] each."""
-        ids = lane[:, None] + self._offsets
-        past = ids >= self.vocab_size
-        ids.clamp_(max=self.vocab_size - 1)
+        """Ids and logits in ``lane[i]`` of ``row[i]``, each token once. [n, size] each.
+
+        Past the vocabulary, logits are -inf.
+        """
+        ids = self.ids(lane)
         values = x.view(-1)[row[:, None] * self.vocab_size + ids]
-        return ids, values.masked_fill_(past, -_INFINITY)
+        if self.size * self.count > self.vocab_size:
+            values.masked_fill_(lane[:, None] + self._offsets >= self.vocab_size, -_INFINITY)
+        return ids, values
 
     def first(self, looked: Looked, rows: Tensor) -> Tensor:
         """The first token of each of ``rows``: the most likely one. [rows]."""
-        row, lane = (looked.maxima[rows] == looked.top[rows]).nonzero(as_tuple=True)
+        top = some(looked.top, rows)
+        row, lane = (some(looked.maxima, rows) == top).nonzero(as_tuple=True)
         ids, values = self.elements(looked.x, rows[row], lane)
-        return self.lowest(ids, values, row, looked.top[rows, 0])
+        return self.lowest(ids, values, row, top[:, 0])
 
     def lowest(self, ids: Tensor, values: Tensor, row: Tensor, best: Tensor) -> Tensor:
         """The lowest id in each row whose value is that row's ``best``. [rows]."""
@@ -112,7 +120,7 @@ class Lanes:
         """
         if self.count >= 2 * count:
             # These lanes' maxima are ``count`` logits already, so no other lane has a larger one.
-            lane = looked.maxima[rows].topk(count, 1, sorted=False).indices
+            lane = some(looked.maxima, rows).topk(count, 1, sorted=False).indices
             row = rows.repeat_interleave(count)
             ids, values = self.elements(looked.x, row, lane.reshape(-1))
             values = values.view(len(rows), count * self.size)
@@ -130,3 +138,8 @@ class Lanes:
         _, logits = self.elements(looked.x, row, lane)
         counts = torch.zeros(len(values), dtype=torch.int64, device=self.device)
         return counts.scatter_add_(0, row, (logits > values[row]).sum(1))
+
+
+def some(x: Tensor, rows: Tensor) -> Tensor:
+    """``x[rows]`` for rising ``rows``, without a copy where these are all rows."""
+    return x if len(rows) == len(x) else x[rows]

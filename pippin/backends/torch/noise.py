@@ -23,11 +23,13 @@ def noise_bits(
     return torch.add(keys[:, 1:] ^ -(2**31), x, alpha=_signed(MULTIPLIER_2), out=x)
 
 
-def gumbel(bits: Tensor) -> Tensor:
-    """``noise.gumbel``: float32 of the same shape."""
+def log_exponential(bits: Tensor) -> Tensor:
+    """The noise with its sign turned, ``-noise.gumbel``: float32 of the same shape.
+
+    (The noise is minus the logarithm of an exponentially distributed number.)
+    """
     u = (bits >> 1).add_(2**30).float()
-    u = u.mul_(-(2.0**-31)).clamp_(-LARGEST_U, -SMALLEST_U)
-    return u.log1p_().neg_().log_().neg_()
+    return u.mul_(-(2.0**-31)).clamp_(-LARGEST_U, -SMALLEST_U).log1p_().neg_().log_()
 
 
 def _signed(value: int) -> int:
