@@ -98,6 +98,7 @@ def _how_to_go_on(root: str, config: Config) -> str:
     return "\n".join(
         (
             f"  endpoint  {root}/v1",
+            f"  dashboard {root}/",
             f"  metrics   {root}/metrics",
             "",
             "  Ask it yourself:",

@@ -93,10 +93,14 @@ class Service:
         name = self.config.model.model
         if not sys.stderr.isatty():
             print(f"loading {name}", file=sys.stderr, flush=True)
-        with Progress("loading") as progress, _terminates():
-            self.ready = self._engine.start(
-                lambda seconds: progress.say(f"loading {name}: {seconds:.0f} s")
-            )
+        with Progress("loading") as progress, _interruptible() as check:
+
+            def waiting(seconds: float) -> None:
+                check()
+                progress.say(f"loading {name}: {seconds:.0f} s")
+
+            self.ready = self._engine.start(waiting)
+            check()
         return self.ready
 
     def serve(
@@ -254,17 +258,24 @@ def _in_use(host: str, port: int) -> PortInUse:
 
 
 @contextlib.contextmanager
-def _terminates() -> Iterator[None]:
-    """While the engine loads, SIGTERM ends this process in order: the engine is stopped too."""
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Gives a check that raises once SIGINT or SIGTERM has come.
 
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+    An exception out of the blue could leave a half-made process or socket behind.
+    """
+    came: list[int] = []
 
-    before = signal.signal(signal.SIGTERM, leave)
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt if came[0] == signal.SIGINT else SystemExit(128 + came[0])
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda got, frame: came.append(got)) for number in numbers]
     try:
-        yield
+        yield check
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def summary(service: Service) -> str:
@@ -289,6 +300,7 @@ def summary(service: Service) -> str:
         ),
         ("loaded", f"in {ready.load_seconds:.1f} s"),
         ("URL", f"{service.root}/v1"),
+        ("page", f"{service.root}/ (dashboard and chat)"),
     ]
     if config.server.host not in ("127.0.0.1", "localhost", "::1") and not config.server.api_key:
         lines.append(

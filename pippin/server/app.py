@@ -19,7 +19,7 @@ from pippin.errors import (
     PippinError,
     Unauthorized,
 )
-from pippin.server import metrics, openapi, problem, tokens
+from pippin.server import cluster, dashboard, metrics, openapi, problem, tokens
 from pippin.server.completions import answer_chat, answer_completion
 from pippin.server.generation import Engine
 from pippin.server.http import ClientGone, Exchange, Headers, Receive, Scope, Send
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Service, Exchange], Awaitable[None]]
 
 #: Paths that need a key where the server has one, with all below them.
-GUARDED = ("/v1", "/tokenize", "/detokenize")
+GUARDED = ("/v1", "/api", "/tokenize", "/detokenize")
 
 
 class App:
@@ -42,6 +42,8 @@ class App:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._keys = tuple(key.encode() for key in service.config.server.api_key)
+        pages = dashboard.load()
+        self._routes = ROUTES | {path: {"GET": _page(page)} for path, page in pages.items()}
 
     def drain(self) -> None:
         self.service.drain()
@@ -98,7 +100,7 @@ class App:
 
     async def _route(self, exchange: Exchange) -> None:
         path = exchange.path.rstrip("/") or "/"
-        methods = ROUTES.get(path)
+        methods = self._routes.get(path)
         if methods is None and path.startswith("/v1/models/"):
             methods = {"GET": _model}
         if exchange.method == "OPTIONS" and methods is not None:
@@ -201,6 +203,25 @@ async def _metrics(service: Service, exchange: Exchange) -> None:
     await exchange.respond(200, service.metrics.render(), metrics.CONTENT_TYPE)
 
 
+def _page(page: dashboard.Page) -> Handler:
+    async def answer(service: Service, exchange: Exchange) -> None:
+        await exchange.respond(200, page.body, page.content_type, dashboard.HEADERS)
+
+    return answer
+
+
+async def _cluster(service: Service, exchange: Exchange) -> None:
+    failure = service.engine.failure
+    state = cluster.state(
+        service.config,
+        service.ready,
+        service.names,
+        draining=service.admission.draining,
+        failure=None if failure is None else str(failure),
+    )
+    await exchange.respond_json(200, state)
+
+
 async def _openapi(service: Service, exchange: Exchange) -> None:
     await exchange.respond_json(200, openapi.document())
 
@@ -223,6 +244,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/messages/count_tokens": {"POST": _later},
     "/tokenize": {"POST": tokens.tokenize},
     "/detokenize": {"POST": tokens.detokenize},
+    "/api/cluster": {"GET": _cluster},
     "/health": {"GET": _health},
     "/ping": {"GET": _health, "POST": _health},
     "/load": {"GET": _load},

@@ -25,6 +25,7 @@ _PLAIN = {
     "/v1/models": "The models served.",
     "/health": "200 while requests can be answered.",
     "/version": "The server's version.",
+    "/api/cluster": "Machines, links, plan and replicas.",
     "/load": "Sequences in flight.",
     "/openapi.json": "This document.",
 }
