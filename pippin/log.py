@@ -15,4 +15,3 @@ def setup(process: str, level: str = "info") -> None:
     logger = logging.getLogger("pippin")
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
-    logger.propagate = False
