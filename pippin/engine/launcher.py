@@ -45,7 +45,9 @@ class EngineProcess:
         """
         started = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pippin.engine.process", self.address], stdin=subprocess.PIPE
+            [sys.executable, "-m", "pippin.engine.process", self.address],
+            stdin=subprocess.PIPE,
+            process_group=0,  # Ctrl-C is for the parent, which decides when the engine stops
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")

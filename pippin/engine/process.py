@@ -99,9 +99,12 @@ def _exit_with_parent() -> None:
 
 def main() -> int:
     address = sys.argv[1]
-    config = msgspec.json.decode(sys.stdin.readline(), type=Config)
+    line = sys.stdin.readline()
+    if not line.endswith("\n"):  # the parent has gone while it started us
+        return 0
+    config = msgspec.json.decode(line, type=Config)
     log.setup("engine", config.log_level)
-    # Ctrl-C reaches the whole process group; the parent decides when the engine stops.
+    # A group of its own keeps Ctrl-C away; this one is for whoever signals all of a session.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     channel = LeaderChannel(address)
