@@ -48,7 +48,7 @@ class SampledToken:
 
 
 class Sampler(Protocol):
-    """Chooses tokens; keeps penalties' counts a sequence. Deterministic: see ``sampler.noise``."""
+    """Chooses tokens; keeps penalties' counts a sequence. Deterministic: see ``backends.noise``."""
 
     def add(self, seq: int, state: SamplingState) -> None:
         """Take a sequence in. Replays ``output_token_ids`` into its counts."""

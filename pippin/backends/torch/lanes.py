@@ -109,9 +109,11 @@ class Lanes:
 
     def lowest(self, ids: Tensor, values: Tensor, row: Tensor, best: Tensor) -> Tensor:
         """The lowest id in each row whose value is that row's ``best``. [rows]."""
-        ids = ids.masked_fill(values != best[row, None], self.vocab_size).amin(1)
-        lowest = torch.full((len(best),), self.vocab_size, device=self.device)
-        return lowest.scatter_reduce_(0, row, ids, "amin")
+        # Ids as float32, exact below 2**24: quick on the CPU, and known to every device's scatter.
+        past = float(self.vocab_size)
+        marked = ids.float().masked_fill_(values != best[row, None], past).amin(1)
+        lowest = torch.full((len(best),), past, device=self.device)
+        return lowest.scatter_reduce_(0, row, marked, "amin").long()
 
     def best(self, looked: Looked, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The ``count`` largest logits of each of ``rows`` and their ids, in order.
@@ -136,8 +138,8 @@ class Lanes:
         """How many logits of each row are above ``values`` [rows, 1]. int64 [rows]."""
         row, lane = (looked.maxima > values).nonzero(as_tuple=True)
         _, logits = self.elements(looked.x, row, lane)
-        counts = torch.zeros(len(values), dtype=torch.int64, device=self.device)
-        return counts.scatter_add_(0, row, (logits > values[row]).sum(1))
+        counts = torch.zeros(len(values), device=self.device)
+        return counts.scatter_add_(0, row, (logits > values[row]).float().sum(1)).long()
 
 
 def some(x: Tensor, rows: Tensor) -> Tensor:
