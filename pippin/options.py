@@ -92,12 +92,11 @@ class Option:
         optional = type(None) in get_args(self.type)
         if optional and value in self.automatic:
             return None
-        if isinstance(value, str):
-            if self.parse is not None:
-                try:
-                    value = self.parse(value)
-                except ValueError as error:
-                    raise ConfigError(f"{origin} {value}: {error}") from error
+        if isinstance(value, str) and self.parse is not None:
+            try:
+                value = self.parse(value)
+            except ValueError as error:
+                raise ConfigError(f"{origin} {value}: {error}") from error
         if self.many and isinstance(value, str):
             value = (value,)
         if self.choices and value not in self.choices and not (optional and value is None):
