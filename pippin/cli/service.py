@@ -64,6 +64,7 @@ class Service:
         server = msgspec.structs.replace(config.server, port=self.port)
         self.config = msgspec.structs.replace(config, server=server)
         self._engine = EngineProcess(self.config)
+        self._app: App | None = None
         self._http: _Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._signals = 0
@@ -123,7 +124,7 @@ class Service:
             await client.start()
             app = build_app(self.config, client, self._tokenizer)
             server = _Server(self._uvicorn_config(app))
-            self._http, self._loop = server, asyncio.get_running_loop()
+            self._app, self._http, self._loop = app, server, asyncio.get_running_loop()
             if handle_signals:
                 for number in (signal.SIGINT, signal.SIGTERM):
                     self._loop.add_signal_handler(number, self._on_signal)
@@ -191,8 +192,10 @@ class Service:
 
     def _on_signal(self) -> None:
         assert self._http is not None
+        assert self._app is not None
         self._signals += 1
         if self._signals == 1:
+            self._app.drain()
             self._http.should_exit = True
             print("\nfinishing running requests (Ctrl-C again stops at once)", file=sys.stderr)
         else:

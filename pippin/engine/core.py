@@ -146,6 +146,7 @@ def load(config: Config, clock: Clock | None = None) -> EngineCore:
         pid=os.getpid(),
         model_name=_served_name(config),
         architecture=info.architecture,
+        num_layers=info.num_layers,
         vocab_size=info.vocab_size,
         max_model_len=size.max_model_len,
         max_model_len_note=note,

@@ -15,18 +15,16 @@ from pippin.types.message import Ready
 def state(
     config: Config, ready: Ready, names: tuple[str, ...], *, draining: bool, failure: str | None
 ) -> dict[str, Any]:
-    """The whole state as plain JSON. What is not measured is null, never a guess.
-
-    ``layers`` is null too: the engine of one machine runs all of them and does not count them out.
-    """
+    """The whole state as plain JSON. What is not measured is null, never a guess."""
     node = socket.gethostname()
+    on_cpu = ready.device.startswith("cpu")
     replica_state = "failed" if failure is not None else "draining" if draining else "up"
     reason = failure or ("The server is shutting down." if draining else None)
     stage = {
         "node": node,
         "rank": 0,
         "pid": ready.pid,
-        "layers": None,
+        "layers": [0, ready.num_layers],
         "backend": ready.backend,
         "busy_ratio": None,
     }
@@ -41,8 +39,8 @@ def state(
                 "reason": None,
                 "backend": ready.backend,
                 "device": ready.device,
-                # Of the CPU's own memory; a GPU's is known to the engine alone.
-                "memory_bytes": psutil.virtual_memory().total if ready.device.startswith("cpu") else None,
+                # A GPU's is known to the engine alone.
+                "memory_bytes": psutil.virtual_memory().total if on_cpu else None,
                 "power_watts": None,
             }
         ],

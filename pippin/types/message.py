@@ -35,6 +35,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="rea
     pid: int
     model_name: str
     architecture: str
+    num_layers: int
     vocab_size: int
     max_model_len: int
     max_model_len_note: str | None

@@ -71,6 +71,7 @@ class FakeEngine:
             pid=0,
             model_name="fake",
             architecture="FakeForCausalLM",
+            num_layers=1,
             vocab_size=VOCAB,
             max_model_len=MAX_MODEL_LEN,
             max_model_len_note=None,

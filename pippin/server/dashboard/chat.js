@@ -140,6 +140,7 @@ export class Chat {
       body: JSON.stringify({
         ...(this.model === null ? {} : { model: this.model }),
         messages,
+        temperature: 0.3, // small models ramble at the API's default of 1
         stream: true,
         stream_options: { include_usage: true },
       }),
