@@ -218,7 +218,12 @@ def _cuda(
     causal: bool,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fused kernels that also return the log-sum-exp. Widths must be multiples of 8."""
+    """The fused kernels that also return the log-sum-exp."""
+    width = query.shape[-1]
+    if width % 8:
+        query, keys, values = (F.pad(each, (0, -width % 8)) for each in (query, keys, values))
+        out, total = _cuda(query, keys, values, scale, causal, mask)
+        return out[..., :width], total
     if mask is None and query.dtype != torch.float32 and query.shape[-1] <= 256:
         out, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, keys, values, 0.0, causal, False, scale=scale

@@ -49,7 +49,7 @@ def choose_device(config: Config, model_config: dict[str, Any]) -> DeviceChoice:
     else:
         description = str(device)
         dtype, reason = own or torch.float16, "the checkpoint's own dtype"
-    where = {"auto": "best device here", str(device): "asked for"}.get(config.model.device, "asked")
+    where = "best device here" if config.model.device == "auto" else "asked for"
     if config.model.dtype != "auto":
         dtype, reason = _DTYPES[config.model.dtype], "asked for"
     return DeviceChoice(

@@ -101,8 +101,7 @@ class StageModel:
 
 def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
     """Load layers [first, last) of the model that ``config`` describes."""
-    skeleton = _skeleton(config, weights.dtype)
-    inner = skeleton.model
+    inner = _skeleton(config, weights.dtype).model
     if is_latent(config):
         width = config.kv_lora_rank + config.qk_rope_head_dim
     else:
@@ -141,6 +140,17 @@ def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
         head=None if norm is None else _head(config, weights, norm),
         logit_softcap=getattr(config, "final_logit_softcapping", None),
     )
+
+
+def count_parameters(config: Any, first: int, last: int) -> int:
+    """Weights of a stage of layers [first, last), a tied head counted by itself."""
+    skeleton = _skeleton(config, torch.float32)
+    modules = list(skeleton.model.layers[first:last])
+    if first == 0:
+        modules.append(skeleton.model.embed_tokens)
+    if last == config.num_hidden_layers:
+        modules.append(skeleton.lm_head)
+    return sum(p.numel() for module in modules for p in module.parameters())
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> Any:

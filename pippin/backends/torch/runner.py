@@ -11,7 +11,8 @@ import torch
 from pippin.backends.description import read_config
 from pippin.backends.torch.batch import BatchBuilder
 from pippin.backends.torch.device import DeviceChoice, choose_device, dtype_name, free_memory
-from pippin.backends.torch.model import SUPPORTED, StageModel, build
+from pippin.backends.torch.model import SUPPORTED, StageModel, build, count_parameters
+from pippin.backends.torch.precision import choose_precision
 from pippin.backends.torch.profile import largest_steps, step_bytes
 from pippin.backends.torch.sampler import TorchSampler
 from pippin.backends.torch.weights import Weights
@@ -187,7 +188,15 @@ def load_checkpoint(
     model_config = read_config(checkpoint.config, SUPPORTED)
     choice = choose_device(config, checkpoint.config)
     last = model_config.num_hidden_layers if last_layer is None else last_layer
-    weights = Weights(checkpoint, choice.device, choice.dtype)
+    precision = choose_precision(
+        config.model,
+        choice,
+        checkpoint.quantization,
+        count_parameters(model_config, first_layer, last),
+    )
+    weights = Weights(
+        checkpoint, choice.device, precision.dtype, keep_quantized=precision.keep_quantized
+    )
     try:
         model = build(model_config, weights, first_layer, last)
     except torch.OutOfMemoryError as error:
@@ -195,7 +204,7 @@ def load_checkpoint(
             f"the weights do not fit on {choice.description}: {error}",
             hint="use a smaller or quantised model, or more machines",
         ) from error
-    reasons = [choice.reason, *weights.reasons]
+    reasons = [reason for reason in (choice.reason, precision.reason) if reason]
     info = ModelInfo(
         name=name,
         architecture=_architecture(checkpoint),
@@ -203,10 +212,10 @@ def load_checkpoint(
         hidden_size=model_config.hidden_size,
         vocab_size=model_config.vocab_size,
         max_position_embeddings=model_config.max_position_embeddings,
-        dtype=dtype_name(choice.dtype),
-        quantization=checkpoint.quantization if weights.kept_quantized else None,
+        dtype=dtype_name(precision.dtype),
+        quantization=checkpoint.quantization if precision.keep_quantized else None,
         weights_bytes=weights.nbytes,
-        fingerprint=f"{fingerprint}-{dtype_name(choice.dtype)}",
+        fingerprint=f"{fingerprint}-{dtype_name(precision.dtype)}",
         kv_groups=model.groups,
     )
     return TorchRunner(model, info, choice, config.cache, "; ".join(reasons))

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from pippin.backends.torch.linear import Linear, make_linear
+from pippin.backends.torch.quantized import Int4Linear, fits_int4
 from pippin.errors import ModelInvalid
-from pippin.models.checkpoint import Checkpoint, DenseTensor, QuantizedTensor
+from pippin.models.checkpoint import Checkpoint, DenseTensor, QuantizedTensor, Tensor
 
 _BITS = {
     "bfloat16": torch.bfloat16,
@@ -23,14 +24,21 @@ _BITS = {
 class Weights:
     """Loads weights onto ``device`` in ``dtype``; counts their bytes."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        keep_quantized: bool = False,
+    ) -> None:
+        """``keep_quantized``: leave linears at four bits where ``fits_int4`` lets them."""
         self._checkpoint = checkpoint
         self._names = checkpoint.names()
         self.device = device
         self.dtype = dtype
         self.nbytes = 0
-        self.kept_quantized = False
-        self.reasons: list[str] = []
+        self._keep = keep_quantized
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -53,8 +61,16 @@ class Weights:
         """One linear of several weights stacked along their outputs.
 
         ``columns`` [in] multiplies the input columns; ``rows`` [out] lists the output rows in their
-        new order, which ``row_scale`` [out] then multiplies.
+        new order, which ``row_scale`` [out] then multiplies. A weight that stays quantised takes
+        none of these.
         """
+        if columns is None and rows is None and row_scale is None:
+            quantized = self._quantized(names)
+            if quantized is not None:
+                bias = self.stacked(biases) if biases else None
+                kept = Int4Linear(quantized, bias, self.device, self.dtype)
+                self.nbytes += kept.nbytes
+                return kept
         weight = self.stacked(names)
         bias = self.stacked(biases) if biases else None
         if rows is not None:
@@ -74,6 +90,20 @@ class Weights:
         linear = make_linear(weight, bias)
         self.nbytes += linear.nbytes
         return linear
+
+    def _quantized(self, names: Sequence[str]) -> QuantizedTensor | None:
+        """The weights stacked, if all are quantised and stay so."""
+        if not self._keep:
+            return None
+        parts = [self._tensor(name) for name in names]
+        first, *others = parts
+        if not isinstance(first, QuantizedTensor):
+            return None
+        same = [p for p in others if isinstance(p, QuantizedTensor) and first.can_concat(p)]
+        if len(same) < len(others):
+            return None
+        whole = first.concat(same) if same else first
+        return whole if fits_int4(whole, self.device, self.dtype) else None
 
     def stacked(self, names: Sequence[str]) -> torch.Tensor:
         """Several weights, stacked along their first axis; not counted in ``nbytes``."""
@@ -124,16 +154,14 @@ class Weights:
                 first += weight.shape[0]
         return out
 
-    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _tensor(self, name: str) -> Tensor:
         if name not in self._names:
             raise _missing(name)
-        tensor = self._checkpoint.tensor(name)
+        return self._checkpoint.tensor(name)
+
+    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        tensor = self._tensor(name)
         if isinstance(tensor, QuantizedTensor):
-            if not self.reasons:
-                self.reasons.append(
-                    f"{self._checkpoint.quantization} weights are dequantised at load:"
-                    f" no faster kernel on {self.device.type}"
-                )
             return torch.from_numpy(tensor.dequantize()).to(self.device, dtype)
         # A copy: the checkpoint maps its file.
         return to_torch(tensor).to(self.device, dtype, copy=True)
