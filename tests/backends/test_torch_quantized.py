@@ -70,9 +70,9 @@ def memory(monkeypatch: pytest.MonkeyPatch):
     return set_free
 
 
-def choose(quantization: str | None, billions: float, **asked):
+def choose(checkpoint: str | None, billions: float, **asked):
     choice = DeviceChoice(CPU, torch.float32, "cpu", "")
-    return choose_precision(ModelConfig(**asked), choice, quantization, int(billions * 1e9))
+    return choose_precision(ModelConfig(**asked), choice, checkpoint, int(billions * 1e9))
 
 
 def test_dense_weights_are_used_where_they_fit(memory):
