@@ -127,7 +127,7 @@ class Service:
             self._app, self._http, self._loop = app, server, asyncio.get_running_loop()
             if handle_signals:
                 for number in (signal.SIGINT, signal.SIGTERM):
-                    self._loop.add_signal_handler(number, self._on_signal)
+                    self._loop.add_signal_handler(number, self._on_signal, client)
             self._listen()
             gc.collect()
             gc.freeze()  # what is loaded by now stays; later collections need not look at it
@@ -190,14 +190,15 @@ class Service:
     async def _ended(self) -> PippinError:
         return died(await asyncio.to_thread(self._engine.wait))
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, client: EngineClient) -> None:
         assert self._http is not None
         assert self._app is not None
         self._signals += 1
         if self._signals == 1:
             self._app.drain()
             self._http.should_exit = True
-            print("\nfinishing running requests (Ctrl-C again stops at once)", file=sys.stderr)
+            if left := client.num_unfinished:
+                print(f"\nfinishing {left} running (Ctrl-C again stops at once)", file=sys.stderr)
         else:
             self._http.force_exit = True
 

@@ -204,9 +204,11 @@ def _size(
         )
     wanted = asked or info.max_position_embeddings
     max_num_seqs = config.scheduler.max_num_seqs
-    available = runner.available_kv_bytes(max_num_batched_tokens, max_num_seqs)
+    available = config.cache.kv_cache_bytes or runner.available_kv_bytes(
+        max_num_batched_tokens, max_num_seqs
+    )
     size = size_kv(
-        config.cache.kv_cache_bytes or available,
+        available,
         info.kv_groups,
         config.cache.block_size,
         wanted,
@@ -219,7 +221,8 @@ def _size(
         raise OutOfMemory(
             f"the KV cache of one request of {asked} tokens does not fit in"
             f" {available / 2**30:.2f} GiB",
-            hint=f"--max-model-len {size.max_model_len}, or raise --gpu-memory-utilization",
+            hint=f"--max-model-len {size.max_model_len}, or more memory for the cache"
+            " (--gpu-memory-utilization, --kv-cache-memory-bytes)",
         )
     note = (
         f"the model's own length of {wanted} tokens does not fit in the"
