@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch_tiny import reference_logits as expected
 from pippin.backends.mlx.batch import MOST_PADDING, Single, group_decodes
 from pippin.backends.mlx.runner import load
 from pippin.config import Config, ModelConfig
+from pippin.engine import core
 from pippin.errors import EngineError, ModelInvalid, UnsupportedModel
 from pippin.models.files import local_directory
 from pippin.types.step import Chunk, StepPlan
@@ -266,3 +269,68 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     config.write_text(text)
     with pytest.raises(ModelInvalid, match="gate_proj"):
         load(CONFIG, local_directory("tiny", tmp_path))
+
+
+_WITHOUT_TORCH = """
+import importlib.util, sys
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: (
+    None if name.split(".")[0] == "torch" else find_spec(name, package)
+)
+
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+
+sys.meta_path.insert(0, Missing())
+from pippin.config import Config, CacheConfig, ModelConfig
+from pippin.engine import core
+from pippin.types.request import Request, SamplingParams
+
+engine = core.load(
+    Config(
+        model=ModelConfig(model=sys.argv[1], backend="mlx", device="cpu"),
+        cache=CacheConfig(kv_cache_bytes=1 << 20),
+    )
+)
+params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=5, ignore_eos=True)
+engine.add(
+    Request(request_id="a", prompt_token_ids=[3, 4, 5], params=params, seed=1, max_tokens=5)
+)
+tokens = []
+while engine.has_unfinished():
+    for output in engine.step():
+        tokens += output.token_ids
+print(len(tokens), "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_torch_is_not_needed(name: str, tmp_path: Path) -> None:
+    make_reference(*MODELS[name]).save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TORCH, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["5", "False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "backend"),
+    [("darwin", "arm64", "mlx"), ("darwin", "x86_64", "torch"), ("linux", "aarch64", "torch")],
+)
+def test_the_backend_is_chosen_by_the_machine(
+    system: str, machine: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core.sys, "platform", system)
+    monkeypatch.setattr(core.platform, "machine", lambda: machine)
+    assert core.choose_backend(Config())[0] == backend
+    assert "Apple Silicon" in core.choose_backend(Config())[1]
+    asked = core.choose_backend(Config(model=ModelConfig(backend="mlx")))
+    assert asked == ("mlx", "asked for by --backend mlx")
