@@ -18,11 +18,15 @@ from test_torch_models import LENGTHS, prompts, random_steps
 from torch_tiny import DYNAMIC, LONGROPE, MODELS, Driver, make_reference, make_runner
 from torch_tiny import reference_logits as expected
 
-from pippin.backends.mlx.batch import MOST_PADDING, Single, group_decodes
+from pippin.backends.description import read_config
+from pippin.backends.mlx.batch import MOST_PADDING, BatchBuilder, Single, group_decodes
+from pippin.backends.mlx.model import SUPPORTED, build
 from pippin.backends.mlx.runner import load
+from pippin.backends.mlx.weights import Weights
 from pippin.config import Config, ModelConfig
 from pippin.engine import core
-from pippin.errors import EngineError, ModelInvalid, UnsupportedModel
+from pippin.errors import ConfigError, EngineError, ModelInvalid, UnsupportedModel
+from pippin.models.checkpoint import open_checkpoint
 from pippin.models.files import local_directory
 from pippin.types.step import Chunk, StepPlan
 
@@ -171,6 +175,54 @@ def test_stages_pass_the_residual_stream(name: str, tmp_path: Path) -> None:
             hidden = stage.execute(StepPlan(step=0, chunks=(chunk,)), hidden)
         assert hidden is not None
         check(torch.from_numpy(np.array(hidden)), expected(reference, tokens)[first:last])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3-window"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_near_float32(name: str, dtype: str, tmp_path: Path) -> None:
+    kind, changes = MODELS[name]
+    reference = make_reference(kind, changes | {"initializer_range": 0.1})
+    runner = make_mlx(reference, tmp_path, dtype=dtype).runner
+    model = runner._model
+    assert runner.info.dtype == dtype
+    runner.allocate_kv((32,) * len(runner.info.kv_groups), 4)
+    assert {pool.dtype for pool in model.pools()} == {model.dtype}
+    tokens = prompts((20,))[0]
+    results = []
+    for first, last in ((0, 12), (12, 13), (13, 20)):
+        table = tuple(range(-(-first // 4), -(-last // 4)))
+        blocks = (table,) * len(runner.info.kv_groups)
+        chunk = Chunk(0, first, tokens[first:last], blocks, last - first)
+        logits = runner.execute(StepPlan(step=0, chunks=(chunk,)))
+        assert logits is not None
+        results.append(np.array(logits.astype(mx.float32)))
+    wanted = expected(reference, tokens).numpy()
+    assert np.linalg.norm(np.concatenate(results) - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("name", MLX_MODELS)
+def test_half_precision_is_kept_through_the_layers(name: str, tmp_path: Path) -> None:
+    """One operand in float32 would make all that follows float32. Types are known before anything
+    is evaluated, which MLX's CPU build cannot do for experts."""
+    make_reference(*MLX_MODELS[name]).save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(local_directory("tiny", tmp_path))
+    config = read_config(checkpoint.config, SUPPORTED)
+    model = build(config, Weights(checkpoint, mx.bfloat16), 0, config.num_hidden_layers)
+    model.allocate((8,) * len(model.groups), 4)
+    builder = BatchBuilder([group.window for group in model.groups], 4)
+    table = ((0, 1, 2, 3),) * len(model.groups)
+    for first, last in ((0, 12), (12, 13)):
+        blocks = table if first == 0 else ((),) * len(model.groups)
+        chunk = Chunk(0, first, [5] * (last - first), blocks, 1)
+        logits = model.forward(builder.build(StepPlan(step=0, chunks=(chunk,))))
+        assert logits is not None
+        assert logits.dtype == mx.bfloat16
+        assert {pool.dtype for pool in model.pools()} == {mx.bfloat16}
+
+
+def test_experts_in_half_precision_are_refused_on_cpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="float32"):
+        make_mlx(make_reference(*MODELS["qwen3_moe"]), tmp_path, dtype="bfloat16")
 
 
 def test_a_contiguous_sequence_is_read_without_a_copy(tmp_path: Path) -> None:

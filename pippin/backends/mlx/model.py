@@ -47,7 +47,7 @@ class StageModel:
 
     groups: tuple[KVGroup, ...]
     """Of the whole model, with the layers of this stage only."""
-    layers: list[nn.Module]
+    layers: list[Any]
     caches: list[PagedCache]
     """One a layer."""
     ropes: list[Rope]

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 
 import mlx.core as mx
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from pippin.backends.description import read_config
 from pippin.backends.mlx.batch import BatchBuilder
@@ -202,6 +203,7 @@ def load_checkpoint(
     limits = MemoryLimits.take(choice)
     try:
         model = build(model_config, weights, first_layer, last)
+        _check_experts(model, choice)
     except BaseException:
         limits.restore()
         raise
@@ -222,6 +224,15 @@ def load_checkpoint(
         kv_groups=model.groups,
     )
     return MlxRunner(model, info, choice, config.cache, limits, "; ".join(reasons))
+
+
+def _check_experts(model: StageModel, choice: DeviceChoice) -> None:
+    modules = [module for layer in model.layers for _, module in layer.named_modules()]
+    dense = any(isinstance(module, SwitchLinear) for module in modules)
+    if dense and not choice.on_gpu and choice.dtype != mx.float32:
+        raise ConfigError(
+            "on CPU, MLX multiplies experts in float32 only", hint="--dtype float32, or auto"
+        )
 
 
 def _bits(quantization: str | None) -> int | None:

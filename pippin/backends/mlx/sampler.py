@@ -57,13 +57,14 @@ class MlxSampler:
         positions = [row.position for row in rows]
         raw = _take(logits, [row.row for row in rows])
         x = self._edit(raw, packed, positions)
-        x = self._repair(x, packed, positions)
-        chosen = mx.argmax(x, axis=1)
-        for limits in (packed.few, packed.many):
-            if len(limits.rows):
-                keys = position_keys(packed.streams[limits.rows], np.array(positions)[limits.rows])
-                places = mx.array(limits.rows)
-                chosen[places] = self._drawer.draw(x[places], limits, keys)
+        # Not every maximum shows a NaN, so all elements are looked at.
+        broken = mx.isnan(x).any(axis=1) | ~mx.isfinite(x.max(axis=1))
+        chosen = self._choose(x, packed, positions)
+        mx.eval(broken, chosen)
+        bad = np.flatnonzero(np.array(broken)).tolist()
+        if bad:
+            self._repair(x, bad, packed, positions)
+            chosen = self._choose(x, packed, positions)
         tokens = _integers(chosen)
         for r in packed.recording:
             packed.states[r].append(tokens[r])
@@ -117,17 +118,24 @@ class MlxSampler:
             flat[index] = value
         return flat.reshape(shape)
 
-    def _repair(self, x: mx.array, packed: Packed, positions: list[int]) -> mx.array:
-        """Make rows with NaN or without any finite best logit fit to be sampled.
+    def _choose(self, x: mx.array, packed: Packed, positions: list[int]) -> mx.array:
+        """Tokens of all rows, uint32 [rows]. Nothing is evaluated yet."""
+        chosen = mx.argmax(x, axis=1)
+        for limits in (packed.few, packed.many):
+            if len(limits.rows):
+                at = np.array(positions)[limits.rows]
+                keys = position_keys(packed.streams[limits.rows], at)
+                places = mx.array(limits.rows)
+                chosen[places] = self._drawer.draw(x[places], limits, keys)
+        return chosen
+
+    def _repair(self, x: mx.array, bad: list[int], packed: Packed, positions: list[int]) -> None:
+        """Make rows with NaN or without any finite best logit fit to be sampled, in place.
 
         NaN counts as -inf; of several +inf one is drawn; a row without hope draws from all tokens
         that its request allows. The other rows keep their values.
         """
-        best = x.max(axis=1)
-        # Not every maximum shows a NaN; a sum does.
-        bad = mx.isnan(x).any(axis=1) | ~mx.isfinite(best)
-        rows = np.flatnonzero(np.array(bad)).tolist()
-        for r in rows:
+        for r in bad:
             state = packed.states[r]
             row: NDArray[Any] = np.nan_to_num(
                 np.array(x[r]), nan=-np.inf, posinf=np.inf, neginf=-np.inf
@@ -138,15 +146,14 @@ class MlxSampler:
                 row[... if state.allowed is None else state.allowed] = 0.0
                 row[state.banned(positions[r])] = -np.inf
             x[r] = mx.array(row.astype(np.float32))
-        if rows and not self._warned:
+        if not self._warned:
             self._warned = True
             logger.warning(
                 "the model gave logits without a finite maximum (%d of %d rows);"
                 " such rows are sampled from what is left, and not reported again",
-                len(rows),
+                len(bad),
                 x.shape[0],
             )
-        return x
 
 
 def _take(logits: mx.array, rows: list[int]) -> mx.array:
