@@ -159,9 +159,24 @@ def test_rows_of_the_logits_may_be_any(device: torch.device) -> None:
     rows = [SampleRow(5, 0, 3), SampleRow(2, 4, 3)]
     assert [t.token_id for t in sampler.sample(lines.clone(), rows)] == [best[5], best[2]]
     assert sampler.sample(lines, []) == []
+    rows = [SampleRow(0, 4, 4), SampleRow(3, 0, 4), SampleRow(4, 1, 3)]
+    assert [t.token_id for t in sampler.sample(lines.clone(), rows)] == [best[r] for r in (0, 3, 4)]
     sampler.remove(4)
     with pytest.raises(KeyError):
         sampler.sample(lines, rows)
+
+
+def test_parameters_follow_their_sequence_when_rows_change_places(device: torch.device) -> None:
+    sampler = TorchSampler(VOCAB, device)
+    sampler.add(0, state(allowed_token_ids=(10,)))
+    sampler.add(1, state(logit_bias={20: 100.0}))
+    sampler.add(2, state(top_p=0.5, temperature=0.0))
+    line = logits()[0]
+    best = int(line.argmax())
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2), (0,)):
+        rows = [SampleRow(row, seq, 3) for row, seq in enumerate(order)]
+        sampled = sampler.sample(line.repeat(len(order), 1).to(device), rows)
+        assert [t.token_id for t in sampled] == [(10, 20, best)[seq] for seq in order]
 
 
 def test_a_slot_can_be_used_again(device: torch.device) -> None:
@@ -241,6 +256,7 @@ def test_distribution(params: dict[str, Any], chosen: str, vocab: int) -> None:
         {"top_p": 1e-7},
         {"top_p": 1e-60},
         {"temperature": 1e-5, "top_p": 1e-60},
+        {"top_k": 5, "top_p": 1e-60},
     ],
     ids=str,
 )
@@ -413,6 +429,21 @@ def test_broken_logits_do_not_hurt_other_rows(params: dict[str, Any], device: to
         assert sampled[4].token_id in (6, 9)
 
 
+def test_not_a_number_is_never_drawn(device: torch.device) -> None:
+    line = torch.full((VOCAB,), -90.0)
+    line[[3, 400]] = torch.nan
+    line[7] = -50.0
+    for temperature in (0.0, 1.0):
+        assert sample_one(device, state(temperature=temperature), line).token_id == 7
+
+
+def test_a_row_without_hope_keeps_its_masks(device: torch.device) -> None:
+    words = ((5,), (6,))
+    one = {"allowed_token_ids": (5, 6, 7), "bad_words": words, "temperature": 0.0}
+    assert sample_one(device, state(**one), torch.full((VOCAB,), -torch.inf)).token_id == 7
+    assert sample_one(device, state(**one), torch.full((VOCAB,), torch.nan)).token_id == 7
+
+
 def test_broken_logits_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     sampler = TorchSampler(VOCAB, torch.device("cpu"))
     sampler.add(0, state())
@@ -449,6 +480,16 @@ def test_logprobs_are_those_of_the_raw_logits(device: torch.device) -> None:
         assert_close(
             sampled[row].logprobs, expected_logprobs(lines[row], sampled[row].token_id, top)
         )
+
+
+def test_logprobs_when_every_row_is_edited(device: torch.device) -> None:
+    lines = logits(2)
+    sampler = TorchSampler(VOCAB, device)
+    for seq in range(2):
+        sampler.add(seq, state(logprobs=2, temperature=0.0, logit_bias={40 + seq: 90.0}))
+    sampled = sampler.sample(lines.clone().to(device), [SampleRow(i, i, 3) for i in range(2)])
+    for row in range(2):
+        assert_close(sampled[row].logprobs, expected_logprobs(lines[row], 40 + row, 2))
 
 
 def test_logprobs_of_a_small_vocabulary(device: torch.device) -> None:
