@@ -25,7 +25,7 @@ from pippin.backends.mlx.runner import load
 from pippin.backends.mlx.weights import Weights
 from pippin.config import Config, ModelConfig
 from pippin.engine import core
-from pippin.errors import ConfigError, EngineError, ModelInvalid, UnsupportedModel
+from pippin.errors import ConfigError, EngineError, ModelInvalid, OutOfMemory, UnsupportedModel
 from pippin.models.checkpoint import open_checkpoint
 from pippin.models.files import local_directory
 from pippin.types.step import Chunk, StepPlan
@@ -291,6 +291,21 @@ def test_half_the_layers_take_half_the_memory(tmp_path: Path) -> None:
         runner.close()
         del runner
     assert peaks[1] < 0.6 * peaks[0]
+
+
+def test_pools_that_do_not_fit_are_a_clear_error(tmp_path: Path) -> None:
+    runner = make_mlx(make_reference("llama", {}), tmp_path).runner
+    with pytest.raises(OutOfMemory, match="KV cache"):
+        runner.allocate_kv((1 << 26,), 16)
+    runner.allocate_kv((4,), 16)
+    runner.execute(StepPlan(step=0, chunks=(Chunk(0, 0, [5], ((0,),), 1),)))
+
+
+def test_memory_for_kv_leaves_room_for_the_largest_step(tmp_path: Path) -> None:
+    runner = make_mlx(make_reference("llama", {}), tmp_path).runner
+    few, many = (runner.available_kv_bytes(tokens, 4) for tokens in (16, 256))
+    assert 0 < many <= few <= 512 << 20
+    assert runner._profile(256, 4) > 4 * runner._profile(16, 4)
 
 
 def test_other_threads_are_refused(tmp_path: Path) -> None:

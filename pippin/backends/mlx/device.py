@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -10,7 +12,7 @@ import mlx.core as mx
 
 from pippin.backends.memory import host_memory
 from pippin.config import Config
-from pippin.errors import ConfigError
+from pippin.errors import ConfigError, OutOfMemory
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -96,6 +98,18 @@ def memory_limit(choice: DeviceChoice) -> tuple[int, int]:
         return host_memory()
     free_on_host, _ = host_memory()
     return min(total - mx.get_active_memory(), free_on_host), total
+
+
+@contextmanager
+def memory_errors(what: str, hint: str) -> Iterator[None]:
+    """Turn MLX's failures to allocate (it has no class of its own for them) into
+    ``OutOfMemory``."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "malloc" not in str(error):
+            raise
+        raise OutOfMemory(f"{what}: {error}", hint=hint) from error
 
 
 @dataclass(frozen=True, slots=True)

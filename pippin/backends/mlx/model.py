@@ -91,12 +91,14 @@ class StageModel:
     def allocate(self, num_blocks: tuple[int, ...], block_size: int) -> None:
         """Make the layers' pools."""
         for cache in self.caches:
-            cache.pool = None
-        for cache in self.caches:
             cache.pool = Pool(
                 self.pool_heads, num_blocks[cache.group], block_size, self.pool_width, self.dtype
             )
         mx.eval(self.pools())
+
+    def free_pools(self) -> None:
+        for cache in self.caches:
+            cache.pool = None
 
     def pools(self) -> list[mx.array]:
         return [cache.pool.slots for cache in self.caches if cache.pool is not None]

@@ -17,6 +17,7 @@ from pippin.backends.mlx.device import (
     MemoryLimits,
     choose_device,
     dtype_name,
+    memory_errors,
     memory_limit,
     wired_advice,
 )
@@ -94,15 +95,21 @@ class MlxRunner:
         return available
 
     def allocate_kv(self, num_blocks: tuple[int, ...], block_size: int) -> None:
-        try:
+        groups = self.info.kv_groups
+        wanted = sum(
+            count * block_size * group.bytes_per_token
+            for count, group in zip(num_blocks, groups, strict=True)
+        )
+        self._model.free_pools()
+        free, _ = memory_limit(self._choice)
+        what = f"the KV cache of {wanted / 2**30:.2f} GiB could not be allocated"
+        hint = "lower --gpu-memory-utilization or --max-model-len"
+        if wanted > free:
+            # MLX's CPU build would crash.
+            raise OutOfMemory(f"{what}: {free / 2**30:.2f} GiB are free", hint=hint)
+        with memory_errors(what, hint):
             self._model.allocate(num_blocks, block_size)
-        except RuntimeError as error:  # MLX has no class of its own for this.
-            raise OutOfMemory(
-                f"the KV cache of {num_blocks} blocks could not be allocated: {error}",
-                hint="lower --gpu-memory-utilization or --max-model-len",
-            ) from error
-        windows = [group.window for group in self.info.kv_groups]
-        self._builder = BatchBuilder(windows, block_size)
+        self._builder = BatchBuilder([group.window for group in groups], block_size)
 
     def execute(self, plan: StepPlan, hidden: mx.array | None = None) -> mx.array | None:
         """See ``StageRunner``. A stage behind the first takes the ``hidden`` [T, hidden_size] that
@@ -144,8 +151,12 @@ class MlxRunner:
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        for plan in _largest_steps(measured, sequences, block_size, groups):
-            self._run_blank(plan)
+        with memory_errors(
+            f"a step of {measured} tokens does not fit beside the weights",
+            hint="lower --max-num-batched-tokens, or use a smaller or quantised model",
+        ):
+            for plan in _largest_steps(measured, sequences, block_size, groups):
+                self._run_blank(plan)
         peak = mx.get_peak_memory() - before
         self.allocate_kv((1,) * groups, block_size)
         mx.clear_cache()
@@ -202,7 +213,11 @@ def load_checkpoint(
     last = model_config.num_hidden_layers if last_layer is None else last_layer
     limits = MemoryLimits.take(choice)
     try:
-        model = build(model_config, weights, first_layer, last)
+        with memory_errors(
+            f"the weights do not fit on {choice.description}",
+            hint="use a smaller or quantised model, or more machines",
+        ):
+            model = build(model_config, weights, first_layer, last)
         _check_experts(model, choice)
     except BaseException:
         limits.restore()

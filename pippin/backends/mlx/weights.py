@@ -48,6 +48,9 @@ class Weights:
     @property
     def reasons(self) -> list[str]:
         """What was done to the weights, for people."""
+        kind = self._checkpoint.quantization
+        if kind is not None and not self.kept_quantized and not self._reasons:
+            return [f"{kind} weights are dequantised at load: MLX has no kernel for them"]
         return list(self._reasons.values())
 
     def has(self, name: str) -> bool:
