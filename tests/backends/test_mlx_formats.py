@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from mlx_tiny import AsTorch, make_mlx
 from safetensors.torch import save_file
 from test_formats import FORMATS, TOKENS, write
-from test_formats_gguf import QUANTISATIONS, TYPE
+from test_formats_gguf import ARCHITECTURES, QUANTISATIONS, TYPE
 from torch_tiny import MODELS, Driver, make_reference, reference_logits
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -106,6 +106,15 @@ def test_gguf(name: str, tmp_path: Path) -> None:
     assert {bits for _, bits, _ in quantized_parts(runner)} == kept[name]
     # Six bits in groups of 16 have no kernel in MLX.
     assert ("dequantised" in runner.runner.reason) == (name == "Q4_K_M")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gguf_architectures(name: str, tmp_path: Path) -> None:
+    arch, changes = ARCHITECTURES[name]
+    kind, base = MODELS[name]
+    reference = make_reference(kind, {**base, **changes})
+    Converter(reference, arch, tmp_path / "m.gguf", lambda _: TYPE.F32)
+    close(logits_of(open_mlx(tmp_path / "m.gguf")), reference_logits(reference, TOKENS))
 
 
 def test_asked_for_none_dequantises(tmp_path: Path) -> None:
