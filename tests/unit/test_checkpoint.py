@@ -313,7 +313,7 @@ def test_mxfp4_experts_are_dequantised_exactly(tmp_path: Path):
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}},
             "marlin-24",
         ),
-        ({"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}, "nvfp4"),
+        ({"quantization": {"group_size": 16, "bits": 4, "mode": "nf4"}}, "nf4"),
     ],
 )
 def test_other_formats_are_refused_by_name(tmp_path: Path, config: dict, message: str):
@@ -321,6 +321,24 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, config: dict, message
     with pytest.raises(UnsupportedModel, match=message) as caught:
         opened(path)
     assert "GPTQ" in (caught.value.hint or "")
+
+
+def test_mlx_float_modes_are_for_mlx_only(tmp_path: Path):
+    """Their parts are handed over as stored; nothing else can read the weight."""
+    words, scales = np.zeros((64, 8), np.uint32), np.full((64, 4), 56, np.uint8)
+    tensors = plain() | {f"{PROJ}.weight": words, f"{PROJ}.scales": scales}
+    settings = {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}
+    checkpoint = opened(directory(tmp_path / "m", tensors, CONFIG | settings))
+    assert isinstance(checkpoint, SafetensorsCheckpoint)
+    packed = checkpoint.mlx_packed(f"{PROJ}.weight")
+    assert packed is not None
+    assert (packed.bits, packed.group_size, packed.mode) == (4, 16, "nvfp4")
+    assert packed.biases is None
+    assert np.array_equal(packed.scales.data, scales)
+    with pytest.raises(UnsupportedModel, match="nvfp4") as caught:
+        checkpoint.tensor(f"{PROJ}.weight")
+    assert caught.value.hint == "--backend mlx"
+    assert checkpoint.mlx_packed(NORM) is None
 
 
 def test_a_packed_weight_that_does_not_fit_is_named(tmp_path: Path):
