@@ -26,6 +26,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pippin.backends.torch import attention, batch, kv, layers, linear, rope
+from pippin.backends.torch.native import ops
 from pippin.backends.torch.runner import TorchRunner, load, load_checkpoint
 from pippin.config import Config, ModelConfig, ParallelConfig, environment
 from pippin.models.checkpoint import DenseTensor
@@ -121,7 +122,10 @@ def watch(clock: Callable[[], float]) -> Counter[str]:
     wrap(kv.Pool, "write", "pool writes")
     wrap(layers.GatedMLP, "hidden", "gate, up and activation")
     wrap(batch.BatchBuilder, "build", "batch")
-    wrap(rope.Pairs, "__call__", "rope")
+    wrap(rope.Rotation, "__call__", "rope")
+    wrap(ops.MixCall, "__call__", "norms of heads, rope, pool writes")
+    wrap(ops.DecodeCall, "__call__", "attention, compiled")
+    wrap(ops.Kernels, "gated", "activation")
     return seconds
 
 

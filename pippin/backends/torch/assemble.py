@@ -18,6 +18,7 @@ from pippin.backends.torch.layers import (
 )
 from pippin.backends.torch.linear import Linear
 from pippin.backends.torch.mla import load_latent
+from pippin.backends.torch.native.ops import ACTIVATIONS
 from pippin.backends.torch.rope import pairs_from_halves, uses_pairs
 from pippin.backends.torch.weights import Weights
 
@@ -92,6 +93,9 @@ def _attention(
         config.num_key_value_heads,
         module.head_dim,
     )
+    kernels = weights.kernels
+    if kernels is not None and not kernels.fits_head(weights.dtype, width):
+        kernels = None
     uses_rope = getattr(module, "use_rope", True)
     order = rows = None
     if uses_rope and uses_pairs(weights.dtype):
@@ -110,7 +114,8 @@ def _attention(
         weight = torch.cat((norms[0].expand(heads, -1), norms[1].expand(kv_heads, -1)))
         if order is not None:
             weight = weight.reshape(-1)[order.to(weight.device)].view(-1, width)
-        qk_norm = RMSNorm(weight + _weight_offset(module.q_norm), _eps(module.q_norm))
+        weight = weight + _weight_offset(module.q_norm)
+        qk_norm = RMSNorm(weight, _eps(module.q_norm), kernels)
     return Attention(
         qkv=_linear(
             module,
@@ -128,7 +133,8 @@ def _attention(
         group=group,
         rope=rope if uses_rope else None,
         qk_norm=qk_norm,
-        sinks=weights.dense(f"{prefix}.sinks") if hasattr(module, "sinks") else None,
+        sinks=weights.dense(f"{prefix}.sinks", torch.float32) if hasattr(module, "sinks") else None,
+        kernels=kernels,
     )
 
 
@@ -153,16 +159,26 @@ def _mlp(
         weights.fill(module, prefix)
         return ModuleMLP(module.eval())
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    kernels = weights.kernels
+    if kernels is not None and (
+        activation not in ACTIVATIONS or not kernels.fits(weights.dtype, config.intermediate_size)
+    ):
+        kernels = None
     return GatedMLP(
         gate_up=_linear(module, prefix, parts, weights, columns=fold(norm, weights)),
         down=_linear(module, prefix, ("down_proj",), weights),
         act=ACT2FN[activation],
+        kernels=kernels,
+        kernel_act=ACTIVATIONS.get(activation, 0),
     )
 
 
 def load_norm(module: Any, prefix: str, weights: Weights) -> RMSNorm:
     weight = weights.dense(f"{prefix}.weight", torch.float32)
-    return RMSNorm(weight + _weight_offset(module), _eps(module))
+    kernels = weights.kernels
+    if kernels is not None and not kernels.fits(weights.dtype, len(weight)):
+        kernels = None
+    return RMSNorm(weight + _weight_offset(module), _eps(module), kernels)
 
 
 def _weight_offset(norm: Any) -> float:

@@ -20,7 +20,6 @@ def attend(
     batch: GroupBatch,
     scale: float,
     sinks: torch.Tensor | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention of ``query`` [T, heads, d] to its own sequences; returns [T, heads, d].
 
@@ -28,17 +27,30 @@ def attend(
     ``sinks`` [heads] are logits of a position without a value (GPT-OSS).
     """
     if not batch.prefills and len(batch.decodes) == 1:
-        return _decode(query, pool, batch.decodes[0], scale, sinks, softcap)
+        return _decode(query, pool, batch.decodes[0], scale, sinks)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for decode in batch.decodes:
-        out[decode.rows] = _decode(query[decode.rows], pool, decode, scale, sinks, softcap)
+        out[decode.rows] = _decode(query[decode.rows], pool, decode, scale, sinks)
+    attend_prefills(out, query, key, value, pool, batch, scale, sinks)
+    return out
+
+
+def attend_prefills(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: Pool,
+    batch: GroupBatch,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Write the rows of ``out`` that belong to prefill chunks; arguments as for ``attend``."""
     for prefill in batch.prefills:
         rows = slice(prefill.first, prefill.last)
-        result = _prefill(
-            query[rows], key[rows], value[rows], pool, batch.window, prefill, scale, sinks, softcap
+        out[rows] = _prefill(
+            query[rows], key[rows], value[rows], pool, batch.window, prefill, scale, sinks
         )
-        out[rows] = result
-    return out
 
 
 def _decode(
@@ -47,7 +59,6 @@ def _decode(
     decode: DecodeSet,
     scale: float,
     sinks: torch.Tensor | None,
-    softcap: float | None,
 ) -> torch.Tensor:
     """[count, heads, d]: batched matrix products, one per sequence and KV head."""
     count, heads, width = query.shape
@@ -64,16 +75,12 @@ def _decode(
     if count > 1:
         query = query.transpose(0, 1)
     query = query.reshape(rows, group, width)
-    if softcap is None and decode.mask is not None:
+    if decode.mask is not None:
         scores = torch.baddbmm(decode.mask, query, keys, alpha=scale)
     else:
         scores = torch.bmm(query, keys)
         if scale != 1.0:
             scores.mul_(scale)
-        if softcap is not None:
-            scores = torch.tanh_(scores.div_(softcap)).mul_(softcap)
-            if decode.mask is not None:
-                scores += decode.mask
     out = torch.bmm(scores.softmax(-1), values)
     if sinks is not None:
         total = scores.float().logsumexp(-1).view(kv_heads, count, group)
@@ -93,7 +100,6 @@ def _prefill(
     prefill: Prefill,
     scale: float,
     sinks: torch.Tensor | None,
-    softcap: float | None,
 ) -> torch.Tensor:
     """[n, heads, d] of one sequence's chunk over its cached prefix and itself."""
     kv_heads = key.shape[1]
@@ -109,13 +115,11 @@ def _prefill(
         if prefix_keys is not None and prefix_values is not None:
             keys = torch.cat((prefix_keys, keys), 1)
             values = torch.cat((prefix_values, values), 1)
-        out, total = _windowed(query, keys, values, prefill.prefix, window, scale, softcap)
+        out, total = _windowed(query, keys, values, prefill.prefix, window, scale)
     else:
-        out, total = attention(query, keys, values, scale, causal=True, softcap=softcap)
+        out, total = attention(query, keys, values, scale, causal=True)
         if prefix_keys is not None and prefix_values is not None:
-            before, before_total = attention(
-                query, prefix_keys, prefix_values, scale, causal=False, softcap=softcap
-            )
+            before, before_total = attention(query, prefix_keys, prefix_values, scale, causal=False)
             out, total = merge(out, total, before, before_total)
     if sinks is not None:
         share = torch.sigmoid(total - sinks.view(kv_heads, -1, 1).float())
@@ -138,7 +142,6 @@ def _windowed(
     prefix: int,
     window: int,
     scale: float,
-    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in parts, each with the keys that it can see and a mask of that size."""
     outs, totals = [], []
@@ -158,7 +161,6 @@ def _windowed(
             values[:, low:end],
             scale,
             mask=mask,
-            softcap=softcap,
         )
         outs.append(out)
         totals.append(total)
@@ -181,7 +183,6 @@ def attention(
     *,
     causal: bool = False,
     mask: torch.Tensor | None = None,
-    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain attention and its log-sum-exp.
 
@@ -192,17 +193,14 @@ def attention(
     group = query.shape[1]
     keys = keys[:, None].expand(-1, group, -1, -1)
     values = values[:, None].expand(-1, group, -1, -1)
-    if softcap is None:
-        if query.device.type == "cpu":
-            out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
-            )
-            return out, total
-        if query.device.type == "cuda":
-            return _cuda(query, keys, values, scale, causal, mask)
+    if query.device.type == "cpu":
+        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return out, total
+    if query.device.type == "cuda":
+        return _cuda(query, keys, values, scale, causal, mask)
     scores = torch.matmul(query, keys.transpose(2, 3)).float() * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
     if causal:
         mask = torch.full(scores.shape[2:], -torch.inf, device=scores.device).triu_(1)
     if mask is not None:

@@ -34,6 +34,19 @@ class DecodeSet:
 
 
 @dataclass(frozen=True, slots=True)
+class PagedDecodes:
+    """All sequences with one new token each, for the compiled kernel. int64 tensors."""
+
+    rows: torch.Tensor
+    """[n]."""
+    blocks: torch.Tensor
+    """[n, most blocks of one]."""
+    lows: torch.Tensor
+    ends: torch.Tensor
+    """[n]: slots [low, end) are seen, counted from the first slot of the first block."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prefill:
     """Several new tokens of one sequence."""
 
@@ -70,6 +83,8 @@ class GroupBatch:
     run: int | None
     """The first, where they are neighbours."""
     decodes: tuple[DecodeSet, ...]
+    paged: PagedDecodes | None
+    """Instead of ``decodes``, where the compiled kernel is used."""
     prefills: tuple[Prefill, ...]
 
 
@@ -88,6 +103,8 @@ class Batch:
     """Rows whose logits are wanted; None for none."""
     rotations: list[Any] = field(default_factory=list)
     """A ``rope.Rotation`` for each kind of rope that the model has."""
+    calls: dict[Any, Any] = field(default_factory=dict)
+    """Arguments of compiled kernels that are the same for several layers."""
 
 
 class BatchBuilder:
@@ -100,7 +117,11 @@ class BatchBuilder:
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        paged: bool = False,
     ) -> None:
+        """``paged``: prepare decodes for the compiled kernel."""
+        self._paged = paged
         self._windows = tuple(windows)
         self._kv_heads = kv_heads
         self._size = block_size
@@ -153,9 +174,10 @@ class BatchBuilder:
         in_a_row = len(flat) == 1 or bool((np.diff(flat) == 1).all())
         return GroupBatch(
             window=window,
-            slots=None if in_a_row else self._tensor(flat),
-            run=int(flat[0]) if in_a_row else None,
-            decodes=tuple(self._decodes(singles)),
+            slots=None if in_a_row and not self._paged else self._tensor(flat),
+            run=int(flat[0]) if in_a_row and not self._paged else None,
+            decodes=() if self._paged else tuple(self._decodes(singles)),
+            paged=self._paged_decodes(singles) if self._paged and singles else None,
             prefills=tuple(prefills),
         )
 
@@ -173,6 +195,17 @@ class BatchBuilder:
             run=None if first is None else first * size,
             blocks=self._tensor(read) if first is None and len(read) else None,
         )
+
+    def _paged_decodes(self, singles: list[tuple[int, int, int, IntArray]]) -> PagedDecodes:
+        width = max(len(single[3]) for single in singles)
+        table = np.zeros((len(singles), width), dtype=np.int64)
+        bounds = np.empty((3, len(singles)), dtype=np.int64)
+        for index, (row, low, end, blocks) in enumerate(singles):
+            table[index, : len(blocks)] = blocks
+            base = low // self._size * self._size
+            bounds[:, index] = row, low - base, end - base
+        rows, lows, ends = self._tensor(bounds)
+        return PagedDecodes(rows, self._tensor(table), lows, ends)
 
     def _decodes(self, singles: list[tuple[int, int, int, IntArray]]) -> list[DecodeSet]:
         """Batch sequences of similar length, longest first."""

@@ -9,10 +9,11 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from pippin.backends.torch.attention import attend
-from pippin.backends.torch.batch import Batch
+from pippin.backends.torch.attention import attend, attend_prefills
+from pippin.backends.torch.batch import Batch, GroupBatch
 from pippin.backends.torch.kv import Pool
 from pippin.backends.torch.linear import Linear
+from pippin.backends.torch.native.ops import DecodeCall, Kernels, MixCall
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -20,33 +21,36 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 class RMSNorm:
     """``x / rms(x) * weight`` over the last axis, computed in float32."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, kernels: Kernels | None = None) -> None:
         """``weight``: float32 [width], or [heads, width] for norms of single heads."""
+        self.eps = eps
+        self.weight: torch.Tensor | None = weight
         self._size = weight.shape[-1]
-        self._eps = eps
+        self._kernels = kernels
         # x / rms(x) = x * sqrt(size) / hypot(|x|, sqrt(size * eps)): three kernels on the CPU,
         # where rms_norm is made of seven.
-        self._by_length = weight.device.type == "cpu"
+        self._by_length = weight.device.type == "cpu" and kernels is None
         self._floor = torch.tensor((self._size * eps) ** 0.5, device=weight.device)
-        self._weight: torch.Tensor | None = weight
         if self._by_length:
-            self._weight = weight * self._size**0.5
+            self.weight = weight * self._size**0.5
 
     def fold(self) -> torch.Tensor:
         """Give the weight [width] away, to be multiplied into the columns of the linear behind."""
-        weight, self._weight = self._weight, None
+        weight, self.weight = self.weight, None
         assert weight is not None
         return weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x, self.weight, self.eps)
         wide = x.float()
         if self._by_length:
             length = torch.linalg.vector_norm(wide, 2, -1, True)
             normed = torch.div(wide, torch.hypot(length, self._floor, out=length))
         else:
-            normed = F.rms_norm(wide, (self._size,), None, self._eps)
-        if self._weight is not None:
-            normed.mul_(self._weight)
+            normed = F.rms_norm(wide, (self._size,), None, self.eps)
+        if self.weight is not None:
+            normed.mul_(self.weight)
         return normed.to(x.dtype)
 
 
@@ -85,7 +89,8 @@ class Attention:
     qk_norm: RMSNorm | None = None
     """Of each query and key head, weights [heads + kv_heads, head_dim]."""
     sinks: torch.Tensor | None = None
-    softcap: float | None = None
+    """float32 [heads]."""
+    kernels: Kernels | None = None
     pool: Pool | None = None
 
     @property
@@ -102,24 +107,62 @@ class Attention:
         assert self.pool is not None
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
-        turned = qkv[:, : heads + kv_heads]
-        if self.qk_norm is not None:
-            turned.copy_(self.qk_norm(turned))
-        if self.rope is not None:
-            batch.rotations[self.rope](turned)
-        group = batch.groups[self.group]
-        self.pool.write(qkv[:, heads:], group.slots, group.run)
-        out = attend(
-            qkv[:, :heads],
-            qkv[:, heads : heads + kv_heads],
-            qkv[:, heads + kv_heads :],
-            self.pool,
-            group,
-            self.scale,
-            self.sinks,
-            self.softcap,
-        ).flatten(1)
+        if self.kernels is not None:
+            out = self._compiled(self.kernels, qkv, self.pool, batch)
+        else:
+            turned = qkv[:, : heads + kv_heads]
+            if self.qk_norm is not None:
+                turned.copy_(self.qk_norm(turned))
+            if self.rope is not None:
+                batch.rotations[self.rope](turned)
+            group = batch.groups[self.group]
+            self.pool.write(qkv[:, heads:], group.slots, group.run)
+            out = attend(*self._parts(qkv), self.pool, group, self.scale, self.sinks)
+        out = out.flatten(1)
         return out if rows is None else out[rows]
+
+    def _compiled(
+        self, kernels: Kernels, qkv: torch.Tensor, pool: Pool, batch: Batch
+    ) -> torch.Tensor:
+        group = batch.groups[self.group]
+        key = (self.group, self.rope)
+        if key not in batch.calls:
+            batch.calls[key] = self._calls(kernels, qkv, pool, batch, group)
+        mix, decode = batch.calls[key]
+        mix(qkv, pool.data, None if self.qk_norm is None else self.qk_norm.weight)
+        out = qkv.new_empty(qkv.shape[0], self.heads, self.head_dim)
+        if decode is not None:
+            decode(qkv, pool.data, self.sinks, out)
+        if group.prefills:
+            attend_prefills(out, *self._parts(qkv), pool, group, self.scale, self.sinks)
+        return out
+
+    def _calls(
+        self, kernels: Kernels, qkv: torch.Tensor, pool: Pool, batch: Batch, group: GroupBatch
+    ) -> tuple[MixCall, DecodeCall | None]:
+        assert group.slots is not None
+        turns = None if self.rope is None else batch.rotations[self.rope].turns
+        eps = 0.0 if self.qk_norm is None else self.qk_norm.eps
+        mix = kernels.mix_call(qkv, self.heads, turns, group.slots, pool.data, eps)
+        paged = group.paged
+        if paged is None:
+            return mix, None
+        decode = kernels.decode_call(
+            qkv,
+            self.heads,
+            pool.data,
+            self.scale,
+            paged.rows,
+            paged.blocks,
+            paged.lows,
+            paged.ends,
+        )
+        return mix, decode
+
+    def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values."""
+        values = self.heads + self.kv_heads
+        return qkv[:, : self.heads], qkv[:, self.heads : values], qkv[:, values:]
 
 
 @dataclass(slots=True)
@@ -129,9 +172,15 @@ class GatedMLP:
     gate_up: Linear
     down: Linear
     act: Activation
+    kernels: Kernels | None = None
+    kernel_act: int = 0
+    """The activation's number in ``native.ops.ACTIVATIONS``."""
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
+        gate_up = self.gate_up(x)
+        if self.kernels is not None:
+            return self.kernels.gated(gate_up, self.kernel_act)
+        gate, up = gate_up.chunk(2, -1)
         return self.act(gate).mul_(up)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from pippin.backends.description import is_latent, kv_groups
 from pippin.backends.torch.assemble import assemble, fold, load_norm
 from pippin.backends.torch.batch import Batch
 from pippin.backends.torch.kv import Pool, Scratch
-from pippin.backends.torch.layers import Layer, RMSNorm
+from pippin.backends.torch.layers import Attention, Layer, RMSNorm
 from pippin.backends.torch.linear import Linear
 from pippin.backends.torch.rope import Rope
 from pippin.backends.torch.weights import Weights
@@ -57,6 +57,14 @@ class StageModel:
     def kv_heads(self) -> int:
         """Matrices of keys a sequence has in a layer: 1 for latent attention."""
         return 1 if is_latent(self.config) else int(self.config.num_key_value_heads)
+
+    @property
+    def reads_pages(self) -> bool:
+        """Whether decodes go through the compiled kernel, which reads pages in place."""
+        return all(
+            isinstance(layer.attention, Attention) and layer.attention.kernels is not None
+            for layer in self.layers
+        )
 
     def forward(self, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor | None:
         """Logits [rows, vocab] of the wanted rows on the last stage (None where no row is wanted),

@@ -13,8 +13,7 @@ float32, whose complex numbers torch multiplies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -22,39 +21,28 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pippin.backends.torch.batch import Batch
 
 
-class Rotation(Protocol):
+class Rotation:
     """The turns of a step's tokens."""
+
+    def __init__(self, turns: torch.Tensor, dtype: torch.dtype) -> None:
+        """``turns``: complex64 [T, 1, rotary_dim / 2]."""
+        self.turns = turns
+        self._pairs = uses_pairs(dtype)
+        self._cos, self._sin = turns.real.to(dtype), turns.imag.to(dtype)
 
     def __call__(self, x: torch.Tensor) -> None:
         """Turn the first ``rotary_dim`` columns of ``x`` [T, heads, d] in place."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Halves:
-    cos: torch.Tensor
-    sin: torch.Tensor
-    """[T, 1, rotary_dim / 2], of x's dtype."""
-
-    def __call__(self, x: torch.Tensor) -> None:
-        half = self.cos.shape[-1]
+        half = self.turns.shape[-1]
+        if self._pairs:
+            if 2 * half != x.shape[-1]:
+                x = x[..., : 2 * half]
+            x.view(torch.complex64).mul_(self.turns)
+            return
         first, second = x[..., :half], x[..., half : 2 * half]
-        turned = first * self.cos
-        turned.addcmul_(second, self.sin, value=-1)
-        second.mul_(self.cos).addcmul_(first, self.sin)
+        turned = first * self._cos
+        turned.addcmul_(second, self._sin, value=-1)
+        second.mul_(self._cos).addcmul_(first, self._sin)
         first.copy_(turned)
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    turns: torch.Tensor
-    """complex64 [T, 1, rotary_dim / 2]."""
-
-    def __call__(self, x: torch.Tensor) -> None:
-        columns = 2 * self.turns.shape[-1]
-        if columns != x.shape[-1]:
-            x = x[..., :columns]
-        x.view(torch.complex64).mul_(self.turns)
 
 
 class Rope:
@@ -96,9 +84,7 @@ class Rope:
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         if self._scaling != 1.0:
             cos, sin = cos * self._scaling, sin * self._scaling
-        if uses_pairs(self._dtype):
-            return Pairs(torch.complex(cos, sin))
-        return Halves(cos.to(self._dtype), sin.to(self._dtype))
+        return Rotation(torch.complex(cos, sin), self._dtype)
 
     def _row_frequencies(self, batch: Batch) -> torch.Tensor:
         """[T or 1, rotary_dim / 2]."""

@@ -12,11 +12,13 @@ from pippin.backends.description import read_config
 from pippin.backends.torch.batch import BatchBuilder
 from pippin.backends.torch.device import DeviceChoice, choose_device, dtype_name, free_memory
 from pippin.backends.torch.model import SUPPORTED, StageModel, build, count_parameters
+from pippin.backends.torch.native.build import NoKernels
+from pippin.backends.torch.native.ops import Kernels
 from pippin.backends.torch.precision import choose_precision
 from pippin.backends.torch.profile import largest_steps, step_bytes
 from pippin.backends.torch.sampler import TorchSampler
 from pippin.backends.torch.weights import Weights
-from pippin.config import CacheConfig, Config
+from pippin.config import CacheConfig, Config, environment
 from pippin.errors import OutOfMemory
 from pippin.models.checkpoint import Checkpoint, open_checkpoint
 from pippin.models.files import ModelFiles
@@ -88,7 +90,12 @@ class TorchRunner:
             ) from error
         windows = [group.window for group in self.info.kv_groups]
         self._builder = BatchBuilder(
-            windows, self._model.kv_heads, block_size, self._device, self._model.dtype
+            windows,
+            self._model.kv_heads,
+            block_size,
+            self._device,
+            self._model.dtype,
+            paged=self._model.reads_pages,
         )
 
     @torch.inference_mode()
@@ -183,8 +190,9 @@ def load_checkpoint(
     fingerprint: str,
     first_layer: int = 0,
     last_layer: int | None = None,
+    native: bool = True,
 ) -> TorchRunner:
-    """As ``load``, from an open checkpoint."""
+    """As ``load``, from an open checkpoint. ``native``: use compiled kernels if there are any."""
     model_config = read_config(checkpoint.config, SUPPORTED)
     choice = choose_device(config, checkpoint.config)
     last = model_config.num_hidden_layers if last_layer is None else last_layer
@@ -194,8 +202,15 @@ def load_checkpoint(
         checkpoint.quantization,
         count_parameters(model_config, first_layer, last),
     )
+    kernels, kernels_reason = None, ""
+    if choice.device.type == "cpu" and native:
+        kernels, kernels_reason = _kernels()
     weights = Weights(
-        checkpoint, choice.device, precision.dtype, keep_quantized=precision.keep_quantized
+        checkpoint,
+        choice.device,
+        precision.dtype,
+        keep_quantized=precision.keep_quantized,
+        kernels=kernels,
     )
     try:
         model = build(model_config, weights, first_layer, last)
@@ -204,7 +219,7 @@ def load_checkpoint(
             f"the weights do not fit on {choice.description}: {error}",
             hint="use a smaller or quantised model, or more machines",
         ) from error
-    reasons = [reason for reason in (choice.reason, precision.reason) if reason]
+    reasons = [why for why in (choice.reason, precision.reason, kernels_reason) if why]
     info = ModelInfo(
         name=name,
         architecture=_architecture(checkpoint),
@@ -219,6 +234,18 @@ def load_checkpoint(
         kv_groups=model.groups,
     )
     return TorchRunner(model, info, choice, config.cache, "; ".join(reasons))
+
+
+def _kernels() -> tuple[Kernels | None, str]:
+    """The compiled kernels, or why there are none."""
+    surroundings = environment()
+    if not surroundings.native_kernels:
+        return None, "torch's own operations: PIPPIN_NATIVE_KERNELS is off"
+    try:
+        return Kernels(surroundings.home / "kernels"), "compiled kernels"
+    except NoKernels as error:
+        logger.warning("no compiled kernels: %s", error)
+        return None, f"torch's own operations, which are slower: {error}"
 
 
 def _architecture(checkpoint: Checkpoint) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pippin.backends.torch.linear import Linear, make_linear
+from pippin.backends.torch.native.ops import Kernels
 from pippin.backends.torch.quantized import Int4Linear, fits_int4
 from pippin.errors import ModelInvalid
 from pippin.models.checkpoint import Checkpoint, DenseTensor, QuantizedTensor, Tensor
@@ -31,6 +32,7 @@ class Weights:
         dtype: torch.dtype,
         *,
         keep_quantized: bool = False,
+        kernels: Kernels | None = None,
     ) -> None:
         """``keep_quantized``: leave linears at four bits where ``fits_int4`` lets them."""
         self._checkpoint = checkpoint
@@ -38,6 +40,8 @@ class Weights:
         self.device = device
         self.dtype = dtype
         self.nbytes = 0
+        self.kernels = kernels
+        """For the layers, where this machine has them."""
         self._keep = keep_quantized
 
     def has(self, name: str) -> bool:

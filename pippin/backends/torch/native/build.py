@@ -1,0 +1,104 @@
+"""Compiles ``kernels.cpp`` for this machine, once; later starts load the library from disk.
+
+Needs g++ and Linux. Without them everything runs on torch's own operations, which give the same
+results more slowly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_FLAGS = (
+    "-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=fast",
+    "-fno-math-errno", "-fno-trapping-math",
+)  # fmt: skip
+_TIMEOUT = 120
+
+
+class NoKernels(Exception):
+    """Why there are no kernels on this machine, for people."""
+
+
+def load_library(cache: Path) -> ctypes.CDLL:
+    """The compiled kernels, from ``cache`` or made now (about 3 seconds of one core).
+
+    Raises ``NoKernels``.
+    """
+    if platform.system() != "Linux":
+        raise NoKernels(f"not on {platform.system()}")
+    openmp = _openmp_runtime()
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise NoKernels("no g++ on the PATH")
+    path = cache / f"kernels-{_key(compiler, openmp)}.so"
+    if not path.is_file():
+        _compile(compiler, openmp, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoKernels(f"{path} does not load: {error}") from error
+
+
+def _openmp_runtime() -> Path:
+    """The runtime that torch has loaded: sharing it shares its threads."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError as error:
+        raise NoKernels(f"/proc is not readable: {error}") from error
+    for line in maps.splitlines():
+        name = line.rsplit("/", 1)[-1]
+        if name.startswith(("libgomp", "libiomp5")):
+            return Path(line[line.index("/") :])
+    raise NoKernels("torch uses no OpenMP here")
+
+
+def _key(compiler: str, openmp: Path) -> str:
+    """Of all that the library depends on."""
+    try:
+        version = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NoKernels(f"{compiler} does not run: {error}") from error
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    cpu = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    parts = (_SOURCE.read_text(), version, cpu, str(openmp), *_FLAGS)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _compile(compiler: str, openmp: Path, path: Path) -> None:
+    logger.info("compiling CPU kernels (once on this machine)")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            # Compiled and linked apart: -fopenmp at the link would bring the system's runtime.
+            unlinked = made.with_suffix(".o")
+            flags = [flag for flag in _FLAGS if flag != "-shared"]
+            _run([compiler, *flags, "-fopenmp", "-c", str(_SOURCE), "-o", str(unlinked)])
+            _run([compiler, "-shared", str(unlinked), str(openmp), "-o", str(made)])
+            # Renamed, so that no other process sees half a file.
+            os.replace(made, path)
+    except OSError as error:
+        raise NoKernels(f"{path.parent} is not writable: {error}") from error
+
+
+def _run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=True)
+    except subprocess.CalledProcessError as error:
+        first = (error.stderr.strip().splitlines() or ["no message"])[0]
+        raise NoKernels(f"g++ failed: {first}") from error
+    except subprocess.TimeoutExpired as error:
+        raise NoKernels(f"g++ took longer than {_TIMEOUT} s") from error

@@ -1,0 +1,203 @@
+"""The compiled kernels as functions of torch tensors. CPU, float32 and bfloat16."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pippin.backends.torch.native.build import load_library
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_MAX_WIDTH = 512
+
+#: Activations of ``gated``, by the names that configurations use.
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
+
+
+class _Decode(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in (
+            "dtype", "count", "heads", "kv_heads", "width", "block_size", "max_blocks",
+            "head_stride", "query_stride", "out_stride",
+        )),
+        ("scale", c_double),
+        *((name, c_void_p) for name in ("rows", "blocks", "lows", "ends")),
+    ]  # fmt: skip
+
+
+class _Mix(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in (
+            "dtype", "rows", "heads", "kv_heads", "width", "rotary", "pairs", "head_stride",
+        )),
+        ("eps", c_double),
+        ("turns", c_void_p),
+        ("slots", c_void_p),
+    ]  # fmt: skip
+
+
+class Kernels:
+    """See ``kernels.cpp``. All tensors are contiguous unless said otherwise."""
+
+    def __init__(self, cache: Path) -> None:
+        """Raises ``NoKernels``."""
+        library = load_library(cache)
+        self._attend = library.pippin_attend
+        self._attend.argtypes = [c_void_p] * 5
+        self._mix = library.pippin_mix
+        self._mix.argtypes = [c_void_p] * 4
+        self._rms_norm = library.pippin_rms_norm
+        self._rms_norm.argtypes = [c_int64, *[c_void_p] * 3, c_int64, c_int64, c_double]
+        self._gated = library.pippin_gated
+        self._gated.argtypes = [c_int64, c_void_p, c_void_p, *[c_int64] * 3]
+        for function in (self._attend, self._mix, self._rms_norm, self._gated):
+            function.restype = None
+        self._lanes: int = library.pippin_lanes()
+
+    def fits(self, dtype: torch.dtype, *widths: int) -> bool:
+        """Whether rows of these widths can be worked on."""
+        return dtype in _DTYPES and all(width % self._lanes == 0 for width in widths)
+
+    def fits_head(self, dtype: torch.dtype, width: int) -> bool:
+        return width <= _MAX_WIDTH and self.fits(dtype, width)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """``x`` [rows, width]; ``weight`` float32 [width]."""
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        self._rms_norm(
+            _DTYPES[x.dtype],
+            x.data_ptr(),
+            None if weight is None else weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            eps,
+        )
+        return out
+
+    def gated(self, gate_up: torch.Tensor, activation: int) -> torch.Tensor:
+        """``act(gate) * up`` of ``gate_up`` [rows, 2 * width]; [rows, width]."""
+        rows, double = gate_up.shape
+        out = gate_up.new_empty(rows, double // 2)
+        self._gated(
+            _DTYPES[gate_up.dtype],
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            rows,
+            double // 2,
+            activation,
+        )
+        return out
+
+    def mix_call(
+        self,
+        qkv: torch.Tensor,
+        heads: int,
+        turns: torch.Tensor | None,
+        slots: torch.Tensor,
+        pool: torch.Tensor,
+        eps: float,
+    ) -> MixCall:
+        """For ``qkv`` [rows, heads + 2 * kv_heads, width] and all pools like ``pool``
+        [2 * kv_heads, num_blocks, block_size, width]; ``turns`` complex64 [rows, 1, rotary / 2]."""
+        rows, total, width = qkv.shape
+        struct = _Mix(
+            dtype=_DTYPES[qkv.dtype],
+            rows=rows,
+            heads=heads,
+            kv_heads=(total - heads) // 2,
+            width=width,
+            rotary=0 if turns is None else 2 * turns.shape[-1],
+            pairs=qkv.dtype == torch.float32,
+            head_stride=pool.stride(0),
+            eps=eps,
+            turns=None if turns is None else turns.data_ptr(),
+            slots=slots.data_ptr(),
+        )
+        return MixCall(self._mix, struct, (turns, slots))
+
+    def decode_call(
+        self,
+        qkv: torch.Tensor,
+        heads: int,
+        pool: torch.Tensor,
+        scale: float,
+        rows: torch.Tensor,
+        blocks: torch.Tensor,
+        lows: torch.Tensor,
+        ends: torch.Tensor,
+    ) -> DecodeCall:
+        """For queries that are the first ``heads`` of ``qkv`` (see ``mix_call``).
+
+        int64: ``rows`` [n], rows of qkv that decode; ``blocks`` [n, m], their pages; the slots
+        [lows, ends) of those, counted from the first page's first, are seen.
+        """
+        total, width = qkv.shape[1:]
+        struct = _Decode(
+            dtype=_DTYPES[qkv.dtype],
+            count=len(rows),
+            heads=heads,
+            kv_heads=(total - heads) // 2,
+            width=width,
+            block_size=pool.shape[2],
+            max_blocks=blocks.shape[1],
+            head_stride=pool.stride(0),
+            query_stride=total * width,
+            out_stride=heads * width,
+            scale=scale,
+            rows=rows.data_ptr(),
+            blocks=blocks.data_ptr(),
+            lows=lows.data_ptr(),
+            ends=ends.data_ptr(),
+        )
+        return DecodeCall(self._attend, struct, (rows, blocks, lows, ends))
+
+
+class MixCall:
+    """Norms, turns and writes to the pages of a step, for any layer of one shape."""
+
+    def __init__(self, function: Any, struct: ctypes.Structure, kept: tuple[Any, ...]) -> None:
+        self._function = function
+        self._struct = struct
+        self._pointer = ctypes.addressof(struct)
+        self._kept = kept
+
+    def __call__(self, qkv: torch.Tensor, pool: torch.Tensor, norm: torch.Tensor | None) -> None:
+        """``norm``: float32 [heads + kv_heads, width], the weights of the heads' norms."""
+        self._function(
+            self._pointer,
+            qkv.data_ptr(),
+            pool.data_ptr(),
+            None if norm is None else norm.data_ptr(),
+        )
+
+
+class DecodeCall:
+    """Decode attention of a step, for any layer of one shape."""
+
+    def __init__(self, function: Any, struct: ctypes.Structure, kept: tuple[Any, ...]) -> None:
+        self._function = function
+        self._struct = struct
+        self._pointer = ctypes.addressof(struct)
+        self._kept = kept
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        pool: torch.Tensor,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Writes the decoding rows of ``out`` [rows, heads, width]; ``sinks`` float32 [heads]."""
+        self._function(
+            self._pointer,
+            qkv.data_ptr(),
+            pool.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
+        )
