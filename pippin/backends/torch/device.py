@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,9 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+#: Freed memory that the C library may keep, in bytes.
+_KEPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ def choose_device(config: Config, model_config: dict[str, Any]) -> DeviceChoice:
     if device.type == "cpu":
         threads = config.parallel.cpus_per_rank or len(os.sched_getaffinity(0))
         torch.set_num_threads(threads)
+        keep_freed_memory()
         capability = torch.backends.cpu.get_cpu_capability()
         description = f"cpu ({threads} thread{'s' * (threads > 1)}, {capability})"
         dtype, reason = _cpu_dtype(capability)
@@ -116,3 +122,20 @@ def _has_bf16_instructions() -> bool:
     except FileNotFoundError:
         return False
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep large freed blocks instead of handing them back to the kernel.
+
+    A step allocates and frees the same few activations for every layer; handing them back costs a
+    page fault for each 4 KiB, about a tenth of a step. Does nothing with another C library.
+    Source: mallopt(3).
+    """
+    trim_threshold, mmap_threshold = -1, -3
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(trim_threshold, _KEPT_BYTES)
+        # Older releases refuse more than half an arena here.
+        library.mallopt(mmap_threshold, _KEPT_BYTES) or library.mallopt(mmap_threshold, 32 << 20)
