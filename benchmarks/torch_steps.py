@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pippin.backends.torch import attention, batch, kv, layers, linear, rope
 from pippin.backends.torch.native import ops
+from pippin.backends.torch.native.linear import NativeLinear
 from pippin.backends.torch.runner import TorchRunner, load, load_checkpoint
 from pippin.config import Config, ModelConfig, ParallelConfig, environment
 from pippin.models.checkpoint import DenseTensor
@@ -112,7 +113,7 @@ def watch(clock: Callable[[], float]) -> Counter[str]:
 
         setattr(owner, name, timed)
 
-    for kind in (linear.PackedLinear, linear.DenseLinear):
+    for kind in (linear.OneDnnLinear, linear.DenseLinear, NativeLinear):
         wrap(kind, "__call__", "linears")
         wrap(kind, "add", "linears")
     wrap(layers.RMSNorm, "__call__", "norms")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,11 +14,17 @@ from torch_tiny import reference_logits as expected
 
 from pippin.backends.torch.native import build
 from pippin.backends.torch.native.build import NoKernels
+from pippin.backends.torch.native.linear import (
+    NativeLinear,
+    native_dense,
+    native_quantized,
+)
 from pippin.backends.torch.native.ops import ACTIVATIONS, Kernels
 from pippin.backends.torch.runner import load_checkpoint
 from pippin.config import Config, ModelConfig, environment
 from pippin.models.checkpoint import open_checkpoint
 from pippin.models.files import local_directory
+from pippin.models.quant import QuantizedTensor
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -112,7 +119,6 @@ def test_rms_norm(kernels: Kernels, dtype: torch.dtype, rows: int) -> None:
     x = (torch.randn(rows, 576) * 3).to(dtype)
     weight = torch.randn(576)
     wanted = F.rms_norm(x.float(), (576,), None, 1e-5)
-    close(kernels.rms_norm(x, None, 1e-5), wanted, dtype)
     close(kernels.rms_norm(x, weight, 1e-5), wanted * weight, dtype)
 
 
@@ -125,6 +131,69 @@ def test_gated(kernels: Kernels, dtype: torch.dtype, rows: int) -> None:
     close(kernels.gated(gate_up, ACTIVATIONS["silu"]), F.silu(gate) * up, dtype)
     wanted = F.gelu(gate, approximate="tanh") * up
     close(kernels.gated(gate_up, ACTIVATIONS["gelu_pytorch_tanh"]), wanted, dtype)
+
+
+def quantized(out: int, width: int, bits: int, group: int, *, ordered: bool) -> QuantizedTensor:
+    rng = np.random.default_rng(out)
+    scale = 0.16 / (1 << bits)
+    return QuantizedTensor(
+        codes=rng.integers(0, 1 << bits, (out, width), dtype=np.uint8),
+        scales=rng.normal(scale, scale / 5, (out, width // group)).astype(np.float32),
+        biases=rng.normal(-0.08, 0.01, (out, width // group)).astype(np.float32),
+        bits=bits,
+        group_size=group,
+        columns=None if ordered else rng.permutation(width).astype(np.int32),
+    )
+
+
+# A whole number of blocks and not; one row, a whole number of strips and not; groups inside tiles,
+# across tiles and as wide as the weight.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out", [64, 75])
+@pytest.mark.parametrize("rows", [1, 2, 5, 13, 96, 200])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 192), (2, 576), (6, 16), (8, 64)])
+def test_quantized_linear(
+    kernels: Kernels, dtype: torch.dtype, out: int, rows: int, bits: int, group: int
+) -> None:
+    weight = quantized(out, 576, bits, group, ordered=group != 64)
+    bias = torch.randn(out)
+    check_linear(
+        native_quantized(kernels, weight, bias),
+        torch.from_numpy(weight.dequantize()),
+        bias,
+        rows,
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_dense_linear(kernels: Kernels, dtype: torch.dtype, stored: torch.dtype, rows: int) -> None:
+    weight = (torch.randn(75, 200) * 0.1).to(stored)
+    check_linear(native_dense(kernels, weight, None), weight.float(), None, rows, dtype)
+
+
+def check_linear(
+    linear: NativeLinear,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: int,
+    dtype: torch.dtype,
+) -> None:
+    out, width = weight.shape
+    x = torch.randn(rows, width).to(dtype)
+    residual = torch.randn(rows, out).to(dtype)
+    wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    close(linear(x), wanted, dtype)
+    close(linear.add(x, residual), wanted + residual, dtype)
+
+
+def test_small_weights_stay_small(kernels: Kernels) -> None:
+    weight = quantized(512, 512, 4, 128, ordered=True)
+    assert native_quantized(kernels, weight, None).nbytes == 512 * 512 // 2 + 2 * 4 * 512 * 4
+    dense = torch.zeros(512, 512, dtype=torch.bfloat16)
+    assert native_dense(kernels, dense, None).nbytes == 512 * 512 * 2
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt_oss", "smollm3"])
@@ -163,10 +232,11 @@ def test_a_machine_without_compiler_says_so(
 def test_a_failing_compiler_says_why(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "kernels.cpp"
-    broken.write_text("this is no C++\n")
-    monkeypatch.setattr(build, "_SOURCE", broken)
-    with pytest.raises(NoKernels, match=r"g\+\+ failed: .*kernels.cpp"):
+    (tmp_path / "broken.cpp").write_text("this is no C++\n")
+    monkeypatch.setattr(build, "_FOLDER", tmp_path)
+    monkeypatch.setattr(build, "_SOURCES", ("broken.cpp",))
+    monkeypatch.setattr(build, "_HEADERS", ())
+    with pytest.raises(NoKernels, match=r"g\+\+ failed: .*broken.cpp"):
         build.load_library(tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 

@@ -78,20 +78,20 @@ def choose(checkpoint: str | None, billions: float, **asked):
 def test_dense_weights_are_used_where_they_fit(memory):
     memory(16)
     plain = choose(None, 1)
-    assert (plain.dtype, plain.keep_quantized) == (torch.float32, False)
+    assert (plain.dtype, plain.form) == (torch.float32, "dense")
     quantized = choose("gguf-q4_1", 1)
-    assert (quantized.dtype, quantized.keep_quantized) == (torch.float32, False)
+    assert (quantized.dtype, quantized.form) == (torch.float32, "dense")
     assert "dequantised" in quantized.reason
 
 
 def test_weights_that_do_not_fit_shrink_and_say_why(memory):
     memory(16)
     kept = choose("gptq-4bit", 8)
-    assert (kept.dtype, kept.keep_quantized) == (torch.bfloat16, True)
+    assert (kept.dtype, kept.form) == (torch.bfloat16, "small")
     assert "29.8 GiB" in kept.reason
     halved = choose(None, 7)
-    assert (halved.dtype, halved.keep_quantized) == (torch.bfloat16, False)
-    assert choose("gguf-q4_1", 7, quantization="none").keep_quantized is False
+    assert (halved.dtype, halved.form) == (torch.bfloat16, "dense")
+    assert choose("gguf-q4_1", 7, quantization="none").form == "dense"
 
 
 def test_weights_that_fit_in_no_form_are_refused(memory):

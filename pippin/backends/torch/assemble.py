@@ -53,7 +53,6 @@ def assemble(
             group,
             rope,
             rotary_dim,
-            attention_norm,
         )
     post_norm = mlp_post_norm = None
     mlp_norm_name = "post_attention_layernorm"
@@ -71,7 +70,7 @@ def assemble(
         attention=attention,
         output=_linear(module.self_attn, attention_prefix, ("o_proj",), weights),
         mlp_norm=mlp_norm,
-        mlp=_mlp(module.mlp, f"{prefix}.mlp", config, weights, mlp_norm),
+        mlp=_mlp(module.mlp, f"{prefix}.mlp", config, weights),
         attention_post_norm=post_norm,
         mlp_post_norm=mlp_post_norm,
     )
@@ -85,7 +84,6 @@ def _attention(
     group: int,
     rope: int,
     rotary_dim: int,
-    norm: RMSNorm,
 ) -> Attention:
     parts = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
     heads, kv_heads, width = (
@@ -101,13 +99,6 @@ def _attention(
     if uses_rope and uses_pairs(weights.dtype):
         order = pairs_from_halves(heads + kv_heads, width, rotary_dim)
         rows = torch.cat((order, torch.arange(kv_heads * width) + len(order)))
-    scale: float = module.scaling
-    row_scale = None
-    if weights.dtype == torch.float32 and not hasattr(module, "q_norm"):
-        # Scores are scaled through the queries' weights.
-        row_scale = torch.ones((heads + 2 * kv_heads) * width)
-        row_scale[: heads * width] = scale
-        scale = 1.0
     qk_norm = None
     if hasattr(module, "q_norm"):
         norms = [weights.dense(f"{prefix}.{n}.weight", torch.float32) for n in ("q_norm", "k_norm")]
@@ -122,14 +113,12 @@ def _attention(
             prefix,
             parts,
             weights,
-            columns=fold(norm, weights),
             rows=rows,
-            row_scale=row_scale,
         ),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=width,
-        scale=scale,
+        scale=module.scaling,
         group=group,
         rope=rope if uses_rope else None,
         qk_norm=qk_norm,
@@ -147,9 +136,7 @@ def _linear(
     return weights.linear([f"{prefix}.{part}.weight" for part in parts], biases, **changes)
 
 
-def _mlp(
-    module: Any, prefix: str, config: Any, weights: Weights, norm: RMSNorm
-) -> GatedMLP | ModuleMLP:
+def _mlp(module: Any, prefix: str, config: Any, weights: Weights) -> GatedMLP | ModuleMLP:
     names = {name for name, _ in module.named_children()}
     if "gate_up_proj" in names:
         parts: tuple[str, ...] = ("gate_up_proj",)
@@ -165,7 +152,7 @@ def _mlp(
     ):
         kernels = None
     return GatedMLP(
-        gate_up=_linear(module, prefix, parts, weights, columns=fold(norm, weights)),
+        gate_up=_linear(module, prefix, parts, weights),
         down=_linear(module, prefix, ("down_proj",), weights),
         act=ACT2FN[activation],
         kernels=kernels,
@@ -189,9 +176,3 @@ def _weight_offset(norm: Any) -> float:
 def _eps(norm: Any) -> float:
     eps: float | None = getattr(norm, "variance_epsilon", None)
     return float(norm.eps) if eps is None else eps
-
-
-def fold(norm: RMSNorm, weights: Weights) -> torch.Tensor | None:
-    """The norm's weight, where it is multiplied into the linear behind: only float32 loses nothing
-    by that."""
-    return norm.fold() if weights.dtype == torch.float32 else None

@@ -24,7 +24,7 @@ class RMSNorm:
     def __init__(self, weight: torch.Tensor, eps: float, kernels: Kernels | None = None) -> None:
         """``weight``: float32 [width], or [heads, width] for norms of single heads."""
         self.eps = eps
-        self.weight: torch.Tensor | None = weight
+        self.weight = weight
         self._size = weight.shape[-1]
         self._kernels = kernels
         # x / rms(x) = x * sqrt(size) / hypot(|x|, sqrt(size * eps)): three kernels on the CPU,
@@ -33,12 +33,6 @@ class RMSNorm:
         self._floor = torch.tensor((self._size * eps) ** 0.5, device=weight.device)
         if self._by_length:
             self.weight = weight * self._size**0.5
-
-    def fold(self) -> torch.Tensor:
-        """Give the weight [width] away, to be multiplied into the columns of the linear behind."""
-        weight, self.weight = self.weight, None
-        assert weight is not None
-        return weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._kernels is not None:
@@ -49,9 +43,7 @@ class RMSNorm:
             normed = torch.div(wide, torch.hypot(length, self._floor, out=length))
         else:
             normed = F.rms_norm(wide, (self._size,), None, self.eps)
-        if self.weight is not None:
-            normed.mul_(self.weight)
-        return normed.to(x.dtype)
+        return normed.mul_(self.weight).to(x.dtype)
 
 
 class AttentionBlock(Protocol):

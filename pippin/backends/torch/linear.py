@@ -43,7 +43,7 @@ class DenseLinear:
         return residual.add_(F.linear(x, self._weight, self._bias))
 
 
-class PackedLinear:
+class OneDnnLinear:
     """CPU: oneDNN with the weight in the kernel's own blocked layout, residual add fused."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -60,6 +60,24 @@ class PackedLinear:
         return result
 
 
+class BothLinear:
+    """One kernel for few rows, another for many, each with the weight in its own form."""
+
+    def __init__(self, few: Linear, many: Linear, limit: int) -> None:
+        """``few`` is used below ``limit`` rows."""
+        self._few = few
+        self._many = many
+        self._limit = limit
+        self.nbytes = few.nbytes + many.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._few(x) if x.shape[0] < self._limit else self._many(x)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        chosen = self._few if x.shape[0] < self._limit else self._many
+        return chosen.add(x, residual)
+
+
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN's packed kernels run here."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
@@ -74,5 +92,5 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """``weight`` [out, in] on its device and in its dtype."""
     if can_pack(weight.device, weight.dtype):
-        return PackedLinear(weight, bias)
+        return OneDnnLinear(weight, bias)
     return DenseLinear(weight, bias)

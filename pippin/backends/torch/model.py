@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pippin.backends.description import is_latent, kv_groups
-from pippin.backends.torch.assemble import assemble, fold, load_norm
+from pippin.backends.torch.assemble import assemble, load_norm
 from pippin.backends.torch.batch import Batch
 from pippin.backends.torch.kv import Pool, Scratch
 from pippin.backends.torch.layers import Attention, Layer, RMSNorm
@@ -145,7 +145,7 @@ def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
         if scale is None
         else torch.tensor(scale, dtype=weights.dtype, device=weights.device),
         norm=norm,
-        head=None if norm is None else _head(config, weights, norm),
+        head=_head(config, weights) if is_last else None,
         logit_softcap=getattr(config, "final_logit_softcapping", None),
     )
 
@@ -167,14 +167,14 @@ def _skeleton(config: Any, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _head(config: Any, weights: Weights, norm: RMSNorm) -> Linear:
+def _head(config: Any, weights: Weights) -> Linear:
     name = "lm_head.weight"
     if not weights.has(name):
         if not getattr(config, "tie_word_embeddings", True):
             raise ModelInvalid(f"the checkpoint has no weight {name}")
         name = _EMBEDDING
     biases = ("lm_head.bias",) if weights.has("lm_head.bias") else ()
-    return weights.linear((name,), biases, columns=fold(norm, weights))
+    return weights.linear((name,), biases)
 
 
 def _rope_types(config: Any) -> list[str | None]:

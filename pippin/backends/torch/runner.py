@@ -196,21 +196,18 @@ def load_checkpoint(
     model_config = read_config(checkpoint.config, SUPPORTED)
     choice = choose_device(config, checkpoint.config)
     last = model_config.num_hidden_layers if last_layer is None else last_layer
+    kernels, kernels_reason = None, ""
+    if choice.device.type == "cpu" and native:
+        kernels, kernels_reason = _kernels()
     precision = choose_precision(
         config.model,
         choice,
         checkpoint.quantization,
         count_parameters(model_config, first_layer, last),
+        compiled=kernels is not None,
     )
-    kernels, kernels_reason = None, ""
-    if choice.device.type == "cpu" and native:
-        kernels, kernels_reason = _kernels()
     weights = Weights(
-        checkpoint,
-        choice.device,
-        precision.dtype,
-        keep_quantized=precision.keep_quantized,
-        kernels=kernels,
+        checkpoint, choice.device, precision.dtype, form=precision.form, kernels=kernels
     )
     try:
         model = build(model_config, weights, first_layer, last)
@@ -228,7 +225,7 @@ def load_checkpoint(
         vocab_size=model_config.vocab_size,
         max_position_embeddings=model_config.max_position_embeddings,
         dtype=dtype_name(precision.dtype),
-        quantization=checkpoint.quantization if precision.keep_quantized else None,
+        quantization=checkpoint.quantization if precision.form != "dense" else None,
         weights_bytes=weights.nbytes,
         fingerprint=f"{fingerprint}-{dtype_name(precision.dtype)}",
         kv_groups=model.groups,

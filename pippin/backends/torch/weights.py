@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from pippin.backends.torch.linear import Linear, make_linear
+from pippin.backends.torch.linear import BothLinear, Linear, make_linear
+from pippin.backends.torch.native.linear import native_dense, native_quantized
 from pippin.backends.torch.native.ops import Kernels
+from pippin.backends.torch.precision import WeightForm
 from pippin.backends.torch.quantized import Int4Linear, fits_int4
 from pippin.errors import ModelInvalid
 from pippin.models.checkpoint import Checkpoint, DenseTensor, QuantizedTensor, Tensor
@@ -20,6 +22,10 @@ _BITS = {
     "float8_e4m3": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
+
+#: Rows below which weights that lie in both forms are taken in the small one (bfloat16 on CPUs
+#: that multiply it in hardware: few rows are bound by the bytes of the weights).
+FEW_ROWS = 8
 
 
 class Weights:
@@ -31,10 +37,9 @@ class Weights:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        keep_quantized: bool = False,
+        form: WeightForm = "dense",
         kernels: Kernels | None = None,
     ) -> None:
-        """``keep_quantized``: leave linears at four bits where ``fits_int4`` lets them."""
         self._checkpoint = checkpoint
         self._names = checkpoint.names()
         self.device = device
@@ -42,7 +47,7 @@ class Weights:
         self.nbytes = 0
         self.kernels = kernels
         """For the layers, where this machine has them."""
-        self._keep = keep_quantized
+        self._form = form
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -58,60 +63,75 @@ class Weights:
         names: Sequence[str],
         biases: Sequence[str] = (),
         *,
-        columns: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
-        row_scale: torch.Tensor | None = None,
     ) -> Linear:
         """One linear of several weights stacked along their outputs.
 
-        ``columns`` [in] multiplies the input columns; ``rows`` [out] lists the output rows in their
-        new order, which ``row_scale`` [out] then multiplies. A weight that stays quantised takes
-        none of these.
+        ``rows`` [out] lists the output rows in another order.
         """
-        if columns is None and rows is None and row_scale is None:
-            quantized = self._quantized(names)
-            if quantized is not None:
-                bias = self.stacked(biases) if biases else None
-                kept = Int4Linear(quantized, bias, self.device, self.dtype)
-                self.nbytes += kept.nbytes
-                return kept
-        weight = self.stacked(names)
         bias = self.stacked(biases) if biases else None
+        if bias is not None and rows is not None:
+            bias = bias[rows.to(self.device)]
+        quantized = None if self._form == "dense" else self._quantized(names)
+        if quantized is not None:
+            if rows is not None:
+                quantized = quantized.take_rows(rows.numpy())
+            small = self._small(quantized, bias)
+            if small is not None and self._form == "small":
+                return self._counted(small)
+            weight = torch.from_numpy(quantized.dequantize()).to(self.device, self.dtype)
+            linear = self._make(weight, bias)
+            if small is not None:
+                linear = BothLinear(small, linear, FEW_ROWS)
+            return self._counted(linear)
+        weight = self.stacked(names)
         if rows is not None:
-            rows = rows.to(self.device)
-            weight = weight[rows]
-            bias = bias[rows] if bias is not None else None
-        if columns is not None:
-            weight = weight * columns
-        if row_scale is not None:
-            row_scale = row_scale.to(self.device)
-            weight = weight * row_scale[:, None]
-            bias = bias * row_scale if bias is not None else None
+            weight = weight[rows.to(self.device)]
         return self.make(weight, bias)
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """A linear of a loaded weight [out, in], counted in ``nbytes``."""
-        linear = make_linear(weight, bias)
+        return self._counted(self._make(weight, bias))
+
+    def _make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if self.kernels is not None and self.dtype == torch.float32:
+            return native_dense(self.kernels, weight, bias)
+        return make_linear(weight, bias)
+
+    def _counted(self, linear: Linear) -> Linear:
         self.nbytes += linear.nbytes
         return linear
 
+    def _small(self, weight: QuantizedTensor, bias: torch.Tensor | None) -> Linear | None:
+        """A linear that keeps the weight quantised, where there is a kernel for that."""
+        if self.kernels is not None and self.kernels.fits(self.dtype):
+            return native_quantized(self.kernels, weight, bias)
+        if fits_int4(weight, self.device, self.dtype):
+            return Int4Linear(weight, bias, self.device, self.dtype)
+        return None
+
     def _quantized(self, names: Sequence[str]) -> QuantizedTensor | None:
-        """The weights stacked, if all are quantised and stay so."""
-        if not self._keep:
-            return None
-        parts = [self._tensor(name) for name in names]
-        first, *others = parts
+        """The weights stacked, if all are quantised alike."""
+        first, *others = (self._tensor(name) for name in names)
         if not isinstance(first, QuantizedTensor):
             return None
         same = [p for p in others if isinstance(p, QuantizedTensor) and first.can_concat(p)]
         if len(same) < len(others):
             return None
-        whole = first.concat(same) if same else first
-        return whole if fits_int4(whole, self.device, self.dtype) else None
+        return first.concat(same) if same else first
 
     def stacked(self, names: Sequence[str]) -> torch.Tensor:
-        """Several weights, stacked along their first axis; not counted in ``nbytes``."""
-        parts = [self._read(name, self.dtype) for name in names]
+        """Several weights, stacked along their first axis; not counted in ``nbytes``.
+
+        In the compute dtype, or bfloat16 where the checkpoint has that and the kernels take it
+        without loss.
+        """
+        dtype = self.dtype
+        if self.kernels is not None and dtype == torch.float32:
+            stored = [self._tensor(name) for name in names]
+            if all(isinstance(t, DenseTensor) and t.dtype == "bfloat16" for t in stored):
+                dtype = torch.bfloat16
+        parts = [self._read(name, dtype) for name in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def fill(self, module: nn.Module, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""Compiles ``kernels.cpp`` for this machine, once; later starts load the library from disk.
+"""Compiles the C++ beside this file, once on a machine; later starts load the library from disk.
 
 Needs g++ and Linux. Without them everything runs on torch's own operations, which give the same
 results more slowly.
@@ -14,14 +14,17 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+_FOLDER = Path(__file__).parent
+_SOURCES = ("kernels.cpp", "packed.cpp")
+_HEADERS = ("vectors.h",)
 _FLAGS = (
-    "-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=fast",
-    "-fno-math-errno", "-fno-trapping-math",
+    "-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=fast", "-fno-math-errno",
+    "-fno-trapping-math", "-fopenmp",
 )  # fmt: skip
 _TIMEOUT = 120
 
@@ -73,7 +76,8 @@ def _key(compiler: str, openmp: Path) -> str:
         raise NoKernels(f"{compiler} does not run: {error}") from error
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     cpu = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    parts = (_SOURCE.read_text(), version, cpu, str(openmp), *_FLAGS)
+    texts = [(_FOLDER / name).read_text() for name in (*_SOURCES, *_HEADERS)]
+    parts = (*texts, version, cpu, str(openmp), *_FLAGS)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -83,11 +87,15 @@ def _compile(compiler: str, openmp: Path, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            # Compiled and linked apart: -fopenmp at the link would bring the system's runtime.
-            unlinked = made.with_suffix(".o")
-            flags = [flag for flag in _FLAGS if flag != "-shared"]
-            _run([compiler, *flags, "-fopenmp", "-c", str(_SOURCE), "-o", str(unlinked)])
-            _run([compiler, "-shared", str(unlinked), str(openmp), "-o", str(made)])
+            objects = [str(Path(folder) / name) + ".o" for name in _SOURCES]
+            compiles = [
+                [compiler, *_FLAGS, "-c", str(_FOLDER / name), "-o", made_object]
+                for name, made_object in zip(_SOURCES, objects, strict=True)
+            ]
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(_run, compiles))
+            # Linked apart: -fopenmp at the link would bring the system's runtime.
+            _run([compiler, "-shared", *objects, str(openmp), "-o", str(made)])
             # Renamed, so that no other process sees half a file.
             os.replace(made, path)
     except OSError as error:

@@ -40,6 +40,24 @@ class _Mix(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Packed(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("kind", "outputs", "inputs", "group")),
+        *((name, c_void_p) for name in ("codes", "scales", "biases", "bias")),
+    ]  # fmt: skip
+
+
+class PackedWeight:
+    """Made by ``Kernels.pack``."""
+
+    def __init__(self, struct: ctypes.Structure, outputs: int, kept: tuple[Any, ...]) -> None:
+        self.outputs = outputs
+        self.pointer = ctypes.addressof(struct)
+        self.nbytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
+        self._struct = struct
+        self._kept = kept
+
+
 class Kernels:
     """See ``kernels.cpp``. All tensors are contiguous unless said otherwise."""
 
@@ -54,8 +72,12 @@ class Kernels:
         self._rms_norm.argtypes = [c_int64, *[c_void_p] * 3, c_int64, c_int64, c_double]
         self._gated = library.pippin_gated
         self._gated.argtypes = [c_int64, c_void_p, c_void_p, *[c_int64] * 3]
-        for function in (self._attend, self._mix, self._rms_norm, self._gated):
-            function.restype = None
+        self._pack = library.pippin_pack
+        self._pack.argtypes = [c_void_p, *[c_int64] * 3, c_void_p]
+        self._linear = library.pippin_packed_linear
+        self._linear.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p]
+        for name in ("attend", "mix", "rms_norm", "gated", "pack", "linear"):
+            getattr(self, f"_{name}").restype = None
         self._lanes: int = library.pippin_lanes()
 
     def fits(self, dtype: torch.dtype, *widths: int) -> bool:
@@ -65,14 +87,14 @@ class Kernels:
     def fits_head(self, dtype: torch.dtype, width: int) -> bool:
         return width <= _MAX_WIDTH and self.fits(dtype, width)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x`` [rows, width]; ``weight`` float32 [width]."""
         out = torch.empty_like(x)
         rows, width = x.shape
         self._rms_norm(
             _DTYPES[x.dtype],
             x.data_ptr(),
-            None if weight is None else weight.data_ptr(),
+            weight.data_ptr(),
             out.data_ptr(),
             rows,
             width,
@@ -91,6 +113,62 @@ class Kernels:
             rows,
             double // 2,
             activation,
+        )
+        return out
+
+    def pack(
+        self,
+        weight: torch.Tensor,
+        kind: int,
+        bias: torch.Tensor | None,
+        *,
+        scales: torch.Tensor | None = None,
+        biases: torch.Tensor | None = None,
+        group: int = 0,
+    ) -> PackedWeight:
+        """``weight`` [out, in]: for ``kind`` 4 and 8, uint8 codes, with ``scales`` and ``biases``
+        float32 [out, in / group]; for 16 bfloat16, for 32 float32. ``bias`` [out]."""
+        outputs, inputs = weight.shape
+        block = 2 * self._lanes
+        blocks = -(-outputs // block)
+        packed = torch.empty(blocks * block * inputs * kind // 8, dtype=torch.uint8)
+        self._pack(weight.data_ptr(), kind, outputs, inputs, packed.data_ptr())
+        if scales is not None and biases is not None:
+            scales, biases = (self._by_block(each, blocks) for each in (scales, biases))
+        bias = None if bias is None else bias.float().contiguous()
+        struct = _Packed(
+            kind=kind,
+            outputs=outputs,
+            inputs=inputs,
+            group=group,
+            codes=packed.data_ptr(),
+            scales=None if scales is None else scales.data_ptr(),
+            biases=None if biases is None else biases.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+        )
+        return PackedWeight(struct, outputs, (packed, scales, biases, bias))
+
+    def _by_block(self, values: torch.Tensor, blocks: int) -> torch.Tensor:
+        """[out, groups] as [block, group, output within the block]."""
+        block = 2 * self._lanes
+        outputs, groups = values.shape
+        padded = torch.zeros(blocks * block, groups)
+        padded[:outputs] = values
+        return padded.view(blocks, block, groups).transpose(1, 2).contiguous()
+
+    def linear(
+        self, x: torch.Tensor, weight: PackedWeight, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``x`` [rows, in] times the weight, plus its bias, plus ``residual`` [rows, out]."""
+        rows = x.shape[0]
+        out = x.new_empty(rows, weight.outputs)
+        self._linear(
+            weight.pointer,
+            _DTYPES[x.dtype],
+            x.data_ptr(),
+            rows,
+            None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
         )
         return out
 

@@ -1,0 +1,221 @@
+// Linears that compute in float32, with weights of 4 or 8 bits in groups, bfloat16 or float32: the
+// small ones are turned into float32 tile by tile. See kernels.cpp for the conventions.
+//
+// Outputs are taken in blocks of 2 * LANES. A block holds, input after input, its weights side by
+// side; at 4 bits a byte holds output i (low) and i + LANES (high) of the block. Scales and biases
+// stand per block and group: [group][2 * LANES].
+
+#include "vectors.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+static const int BLOCK = 2 * LANES;  // outputs
+static const int TILE = 128;         // inputs that are turned into float32 at once: 8 or 16 KiB
+static const int STRIP = 96;         // rows of x that share a tile
+#if LANES == 16
+static const int ROWS = 12;  // rows of the inner kernel: 2 * ROWS accumulators
+#else
+static const int ROWS = 6;
+#endif
+
+struct Packed {
+    int64_t kind;  // 4 or 8 bits, 16 for bfloat16, 32 for float32
+    int64_t outputs, inputs, group;
+    const uint8_t* codes;
+    const float* scales;
+    const float* biases;
+    const float* bias;  // [outputs], or null
+};
+
+// LANES bytes, each widened. (The compiler's own conversion goes through memory.)
+static inline vu load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    vu v;
+    for (int i = 0; i < LANES; i++) v[i] = p[i];
+    return v;
+#endif
+}
+
+static inline vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
+
+// Inputs [first, last) of one block, as float32 [last - first][BLOCK].
+static void unpack(const Packed& w, int64_t block, int64_t first, int64_t last, float* tile) {
+    if (w.kind == 16) {
+        const bf16* source = (const bf16*)w.codes + (block * w.inputs + first) * BLOCK;
+        for (int64_t i = 0; i < (last - first) * BLOCK; i += LANES) store(tile + i, load(source + i));
+        return;
+    }
+    const int64_t groups = w.inputs / w.group;
+    const uint8_t* source = w.codes + (block * w.inputs + first) * (w.kind == 4 ? LANES : BLOCK);
+    for (int64_t k = first; k < last;) {
+        const int64_t group = k / w.group;
+        const int64_t end = std::min(last, (group + 1) * w.group);
+        const float* scales = w.scales + (block * groups + group) * BLOCK;
+        const float* biases = w.biases + (block * groups + group) * BLOCK;
+        const vf s0 = load(scales), s1 = load(scales + LANES);
+        const vf b0 = load(biases), b1 = load(biases + LANES);
+        if (w.kind == 4)
+            for (; k < end; k++, source += LANES, tile += BLOCK) {
+                const vu both = load_bytes(source);
+                store(tile, to_float(both & 15) * s0 + b0);
+                store(tile + LANES, to_float(both >> 4) * s1 + b1);
+            }
+        else
+            for (; k < end; k++, source += BLOCK, tile += BLOCK) {
+                store(tile, to_float(load_bytes(source)) * s0 + b0);
+                store(tile + LANES, to_float(load_bytes(source + LANES)) * s1 + b1);
+            }
+    }
+}
+
+// Adds the products of ``count`` inputs to M rows of sums.
+template <int M>
+static void multiply(const float* tile, int64_t count, const float* x, int64_t stride, float* acc) {
+    // Few rows: several sums each, since an addition must wait for the one before.
+    constexpr int CHAINS = M == 1 ? 4 : M == 2 ? 2 : 1;
+    vf sums[M][2], more[M][2][CHAINS > 1 ? CHAINS - 1 : 1] = {};
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+        sums[m][0] = load(acc + m * BLOCK);
+        sums[m][1] = load(acc + m * BLOCK + LANES);
+    }
+    int64_t k = 0;
+    if (CHAINS > 1) {
+        for (; k + CHAINS <= count; k += CHAINS)
+#pragma GCC unroll 4
+            for (int c = 0; c < CHAINS; c++) {
+                const vf w0 = load(tile + (k + c) * BLOCK);
+                const vf w1 = load(tile + (k + c) * BLOCK + LANES);
+#pragma GCC unroll 2
+                for (int m = 0; m < M; m++) {
+                    const float value = x[m * stride + k + c];
+                    (c ? more[m][0][c - 1] : sums[m][0]) += w0 * value;
+                    (c ? more[m][1][c - 1] : sums[m][1]) += w1 * value;
+                }
+            }
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+            for (int c = 0; c < CHAINS - 1; c++) {
+                sums[m][0] += more[m][0][c];
+                sums[m][1] += more[m][1][c];
+            }
+    }
+    for (; k < count; k++) {
+        const vf w0 = load(tile + k * BLOCK), w1 = load(tile + k * BLOCK + LANES);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) {
+            const float value = x[m * stride + k];
+            sums[m][0] += w0 * value;
+            sums[m][1] += w1 * value;
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+        store(acc + m * BLOCK, sums[m][0]);
+        store(acc + m * BLOCK + LANES, sums[m][1]);
+    }
+}
+
+typedef void (*Multiply)(const float*, int64_t, const float*, int64_t, float*);
+
+static const Multiply MULTIPLY[] = {
+    nullptr,     multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>,
+#if LANES == 16
+    multiply<7>, multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>,
+#endif
+};
+
+template <class T>
+static void packed_linear(const Packed& w, const T* input, int64_t rows, const T* residual, T* y) {
+    static std::vector<float> wide;  // used from one thread
+    const float* x = (const float*)input;
+    if (sizeof(T) == 2) {
+        wide.resize(rows * w.inputs);
+        for (int64_t i = 0; i < rows * w.inputs; i += LANES) store(&wide[i], load(input + i));
+        x = wide.data();
+    }
+    const int64_t blocks = (w.outputs + BLOCK - 1) / BLOCK;
+    const int64_t strips = (rows + STRIP - 1) / STRIP;
+#pragma omp parallel for schedule(static)
+    for (int64_t task = 0; task < strips * blocks; task++) {
+        alignas(64) float tile[TILE * BLOCK];
+        alignas(64) float acc[STRIP * BLOCK];
+        const int64_t block = task % blocks, top = task / blocks * STRIP;
+        const int64_t count = std::min<int64_t>(STRIP, rows - top);
+        std::memset(acc, 0, count * BLOCK * sizeof(float));
+        for (int64_t first = 0; first < w.inputs; first += TILE) {
+            const int64_t last = std::min<int64_t>(first + TILE, w.inputs);
+            const float* weights = tile;
+            if (w.kind == 32)
+                weights = (const float*)w.codes + (block * w.inputs + first) * BLOCK;
+            else
+                unpack(w, block, first, last, tile);
+            for (int64_t row = 0; row < count; row += ROWS) {
+                const int64_t height = std::min<int64_t>(ROWS, count - row);
+                MULTIPLY[height](weights, last - first, x + (top + row) * w.inputs + first, w.inputs,
+                                 acc + row * BLOCK);
+            }
+        }
+        const int64_t at = block * BLOCK;
+        const int64_t width = std::min<int64_t>(BLOCK, w.outputs - at);
+        for (int64_t row = 0; row < count; row++) {
+            const int64_t target = (top + row) * w.outputs + at;
+            float* sums = acc + row * BLOCK;
+            if (w.bias)
+                for (int64_t i = 0; i < width; i++) sums[i] += w.bias[at + i];
+            if (residual)
+                for (int64_t i = 0; i < width; i++) sums[i] += get(residual[target + i]);
+            for (int64_t i = 0; i < width; i++) put(y + target + i, sums[i]);
+        }
+    }
+}
+
+// Weights [outputs, inputs], one of kind 4 or 8 a byte, into blocks. The last block is filled up
+// with copies of the last output.
+static void pack(const uint8_t* weights, int64_t kind, int64_t outputs, int64_t inputs,
+                 uint8_t* packed) {
+    const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
+    const int64_t size = kind > 8 ? kind / 8 : 1;
+#pragma omp parallel for schedule(static)
+    for (int64_t block = 0; block < blocks; block++)
+        for (int64_t i = 0; i < BLOCK; i++) {
+            const uint8_t* row = weights + std::min(block * BLOCK + i, outputs - 1) * inputs * size;
+            if (kind == 4) {
+                uint8_t* target = packed + block * inputs * LANES + i % LANES;
+                for (int64_t k = 0; k < inputs; k++)
+                    target[k * LANES] = i < LANES ? row[k] : target[k * LANES] | row[k] << 4;
+            } else if (kind == 8) {
+                uint8_t* target = packed + block * inputs * BLOCK + i;
+                for (int64_t k = 0; k < inputs; k++) target[k * BLOCK] = row[k];
+            } else if (kind == 16) {
+                uint16_t* target = (uint16_t*)packed + block * inputs * BLOCK + i;
+                for (int64_t k = 0; k < inputs; k++) target[k * BLOCK] = ((const uint16_t*)row)[k];
+            } else {
+                float* target = (float*)packed + block * inputs * BLOCK + i;
+                for (int64_t k = 0; k < inputs; k++) target[k * BLOCK] = ((const float*)row)[k];
+            }
+        }
+}
+
+extern "C" {
+
+void pippin_pack(const void* weights, int64_t kind, int64_t outputs, int64_t inputs,
+                 void* packed) {
+    pack((const uint8_t*)weights, kind, outputs, inputs, (uint8_t*)packed);
+}
+
+void pippin_packed_linear(const Packed* w, int64_t dtype, const void* x, int64_t rows,
+                          const void* residual, void* y) {
+    if (dtype == 0)
+        packed_linear(*w, (const float*)x, rows, (const float*)residual, (float*)y);
+    else
+        packed_linear(*w, (const bf16*)x, rows, (const bf16*)residual, (bf16*)y);
+}
+}
