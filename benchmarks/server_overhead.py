@@ -41,7 +41,8 @@ def lead(address: str, rate: float, vocab_size: int, text: list[int]) -> None:
     """The engine's stand-in: one token a stream a step."""
     channel = LeaderChannel(address)
     ready = Ready(
-        pid=os.getpid(), model_name="stand-in", architecture="none", num_layers=1, vocab_size=vocab_size,
+        pid=os.getpid(), model_name="stand-in", architecture="none", num_layers=1,
+        vocab_size=vocab_size,
         max_model_len=8192, max_model_len_note=None, num_blocks=(1,), block_size=16,
         kv_tokens=16, kv_bytes=1, weights_bytes=1, dtype="float32", quantization=None,
         backend="none", backend_reason="a benchmark", device="cpu", load_seconds=0.0,
