@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
     try:
-        return Kernels(environment().home / "kernels")
+        return Kernels(environment().home / "kernels", threads=2)
     except NoKernels as error:
         pytest.skip(f"no compiled kernels here: {error}")
 

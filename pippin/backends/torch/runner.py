@@ -239,7 +239,7 @@ def _kernels() -> tuple[Kernels | None, str]:
     if not surroundings.native_kernels:
         return None, "torch's own operations: PIPPIN_NATIVE_KERNELS is off"
     try:
-        return Kernels(surroundings.home / "kernels"), "compiled kernels"
+        return Kernels(surroundings.home / "kernels", torch.get_num_threads()), "compiled kernels"
     except NoKernels as error:
         logger.warning("no compiled kernels: %s", error)
         return None, f"torch's own operations, which are slower: {error}"

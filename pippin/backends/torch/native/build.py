@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("kernels.cpp", "packed.cpp")
-_HEADERS = ("vectors.h",)
+_HEADERS = ("pool.h", "vectors.h")
 _FLAGS = (
-    "-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=fast", "-fno-math-errno",
-    "-fno-trapping-math", "-fopenmp",
+    "-O3", "-march=native", "-std=c++20", "-fPIC", "-pthread", "-ffp-contract=fast",
+    "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
 _TIMEOUT = 120
 
@@ -40,33 +40,19 @@ def load_library(cache: Path) -> ctypes.CDLL:
     """
     if platform.system() != "Linux":
         raise NoKernels(f"not on {platform.system()}")
-    openmp = _openmp_runtime()
     compiler = shutil.which("g++")
     if compiler is None:
         raise NoKernels("no g++ on the PATH")
-    path = cache / f"kernels-{_key(compiler, openmp)}.so"
+    path = cache / f"kernels-{_key(compiler)}.so"
     if not path.is_file():
-        _compile(compiler, openmp, path)
+        _compile(compiler, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NoKernels(f"{path} does not load: {error}") from error
 
 
-def _openmp_runtime() -> Path:
-    """The runtime that torch has loaded: sharing it shares its threads."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError as error:
-        raise NoKernels(f"/proc is not readable: {error}") from error
-    for line in maps.splitlines():
-        name = line.rsplit("/", 1)[-1]
-        if name.startswith(("libgomp", "libiomp5")):
-            return Path(line[line.index("/") :])
-    raise NoKernels("torch uses no OpenMP here")
-
-
-def _key(compiler: str, openmp: Path) -> str:
+def _key(compiler: str) -> str:
     """Of all that the library depends on."""
     try:
         version = subprocess.run(
@@ -77,11 +63,11 @@ def _key(compiler: str, openmp: Path) -> str:
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     cpu = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     texts = [(_FOLDER / name).read_text() for name in (*_SOURCES, *_HEADERS)]
-    parts = (*texts, version, cpu, str(openmp), *_FLAGS)
+    parts = (*texts, version, cpu, *_FLAGS)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _compile(compiler: str, openmp: Path, path: Path) -> None:
+def _compile(compiler: str, path: Path) -> None:
     logger.info("compiling CPU kernels (once on this machine)")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,8 +80,7 @@ def _compile(compiler: str, openmp: Path, path: Path) -> None:
             ]
             with ThreadPoolExecutor() as pool:
                 list(pool.map(_run, compiles))
-            # Linked apart: -fopenmp at the link would bring the system's runtime.
-            _run([compiler, "-shared", *objects, str(openmp), "-o", str(made)])
+            _run([compiler, "-shared", "-pthread", *objects, "-o", str(made)])
             # Renamed, so that no other process sees half a file.
             os.replace(made, path)
     except OSError as error:

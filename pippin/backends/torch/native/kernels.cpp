@@ -3,6 +3,7 @@
 //
 // Element types: 0 float32, 1 bfloat16. All arithmetic is in float32.
 
+#include "pool.h"
 #include "vectors.h"
 
 // ---------------------------------------------------------------------------------------------
@@ -23,6 +24,7 @@ struct Decode {
 static const int CHUNK = 64;   // tokens whose scores are kept at once
 static const int SPLIT = 512;  // tokens of a task: long contexts are shared between threads
 static const int AHEAD = 16;   // tokens that keys are fetched ahead
+static const int MAX_WIDTH = 512;  // of a head
 static const int GROUP = 4;    // most query heads of one key head that are taken together
 
 // One softmax over a part of the context: [GROUP] maxima, [GROUP] sums, [GROUP, width] values.
@@ -139,30 +141,29 @@ static void attend(const Decode& d, const T* queries, const T* pool, const float
     const T* keys = pool;
     const T* pool_values = pool + d.kv_heads * d.head_stride;
     const int64_t units = (int64_t)starts.size() - 1;
-#pragma omp parallel if (tasks.size() > 1)
-    {
-        std::vector<float> query(room);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t t = 0; t < (int64_t)tasks.size(); t++) {
+    parallel(
+        (int64_t)tasks.size(),
+        [&](int64_t t) {
+            alignas(64) float query[GROUP * MAX_WIDTH];
             const Task& task = tasks[t];
             const int64_t head = task.kv_head * per_key + task.group * GROUP;
             const int64_t count = std::min<int64_t>(GROUP, (task.kv_head + 1) * per_key - head);
             const T* source = queries + d.rows[task.seq] * d.query_stride + head * width;
             for (int64_t i = 0; i < count * width; i += LANES)
-                store(&query[i], load(source + i) * (float)d.scale);
+                store(query + i, load(source + i) * (float)d.scale);
             const int64_t offset = task.kv_head * d.head_stride;
             const int64_t* blocks = d.blocks + task.seq * d.max_blocks;
             Partial& part = partials[t];
             float* acc = &values[t * room];
             switch (count) {
-                case 1: attend_part<T, 1>(keys, pool_values, offset, d, blocks, task.first, task.last, query.data(), part, acc); break;
-                case 2: attend_part<T, 2>(keys, pool_values, offset, d, blocks, task.first, task.last, query.data(), part, acc); break;
-                case 3: attend_part<T, 3>(keys, pool_values, offset, d, blocks, task.first, task.last, query.data(), part, acc); break;
-                default: attend_part<T, 4>(keys, pool_values, offset, d, blocks, task.first, task.last, query.data(), part, acc); break;
+                case 1: attend_part<T, 1>(keys, pool_values, offset, d, blocks, task.first, task.last, query, part, acc); break;
+                case 2: attend_part<T, 2>(keys, pool_values, offset, d, blocks, task.first, task.last, query, part, acc); break;
+                case 3: attend_part<T, 3>(keys, pool_values, offset, d, blocks, task.first, task.last, query, part, acc); break;
+                default: attend_part<T, 4>(keys, pool_values, offset, d, blocks, task.first, task.last, query, part, acc); break;
             }
-        }
-#pragma omp for schedule(static)
-        for (int64_t unit = 0; unit < units; unit++) {
+        },
+        16);
+    for (int64_t unit = 0; unit < units; unit++) {
             const int64_t begin = starts[unit], end = starts[unit + 1];
             const Task& task = tasks[begin];
             const int64_t head = task.kv_head * per_key + task.group * GROUP;
@@ -184,7 +185,6 @@ static void attend(const Decode& d, const T* queries, const T* pool, const float
                 }
             }
         }
-    }
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ struct Mix {
 template <class T>
 static void mix_row(const Mix& m, int64_t row, T* qkv, T* pool, const float* norm) {
     const int64_t width = m.width, half = m.rotary / 2;
-    alignas(64) float head[512];
+    alignas(64) float head[MAX_WIDTH];
     const float* turns = m.turns ? m.turns + row * m.rotary : nullptr;
     for (int64_t h = 0; h < m.heads + 2 * m.kv_heads; h++) {
         T* source = qkv + (row * (m.heads + 2 * m.kv_heads) + h) * width;
@@ -238,18 +238,28 @@ static void mix_row(const Mix& m, int64_t row, T* qkv, T* pool, const float* nor
 
 template <class T>
 static void mix(const Mix& m, T* qkv, T* pool, const float* norm) {
-#pragma omp parallel for schedule(static) if (m.rows >= 8)
-    for (int64_t row = 0; row < m.rows; row++) mix_row(m, row, qkv, pool, norm);
+    if (m.rows < 16)
+        for (int64_t row = 0; row < m.rows; row++) mix_row(m, row, qkv, pool, norm);
+    else
+        parallel(m.rows, [&](int64_t row) { mix_row(m, row, qkv, pool, norm); });
 }
 
 // ---------------------------------------------------------------------------------------------
 // Norm and gated activation
 
+// Small work is done at once: waking other threads costs some microseconds.
+template <class Body>
+static void over_rows(int64_t rows, int64_t width, const Body& body) {
+    if (rows * width < 32768)
+        for (int64_t row = 0; row < rows; row++) body(row);
+    else
+        parallel(rows, body);
+}
+
 template <class T>
 static void rms_norm(const T* x, const float* weight, T* out, int64_t rows, int64_t width,
                      float eps) {
-#pragma omp parallel for schedule(static) if (rows * width > 32768)
-    for (int64_t row = 0; row < rows; row++) {
+    const auto body = [&](int64_t row) {
         const T* source = x + row * width;
         T* target = out + row * width;
         vf squares = vf{};
@@ -260,7 +270,8 @@ static void rms_norm(const T* x, const float* weight, T* out, int64_t rows, int6
         const float scale = 1.0f / std::sqrt(sum(squares) / width + eps);
         for (int64_t i = 0; i < width; i += LANES)
             store(target + i, load(source + i) * scale * load(weight + i));
-    }
+    };
+    over_rows(rows, width, body);
 }
 
 static inline vf silu(vf x) { return x / (1.0f + exponential(-x)); }
@@ -273,8 +284,7 @@ static inline vf gelu_tanh(vf x) {
 
 template <class T>
 static void gated(const T* gate_up, T* out, int64_t rows, int64_t width, int64_t kind) {
-#pragma omp parallel for schedule(static) if (rows * width > 16384)
-    for (int64_t row = 0; row < rows; row++) {
+    const auto body = [&](int64_t row) {
         const T* gate = gate_up + row * 2 * width;
         const T* up = gate + width;
         T* target = out + row * width;
@@ -284,12 +294,20 @@ static void gated(const T* gate_up, T* out, int64_t rows, int64_t width, int64_t
         else
             for (int64_t i = 0; i < width; i += LANES)
                 store(target + i, gelu_tanh(load(gate + i)) * load(up + i));
-    }
+    };
+    over_rows(rows, 4 * width, body);
+}
+
+Pool& pool() {
+    static Pool* made = new Pool;
+    return *made;
 }
 
 extern "C" {
 
 int pippin_lanes() { return LANES; }
+
+void pippin_threads(int threads) { pool().resize(threads); }
 
 void pippin_attend(const Decode* d, const void* queries, const void* pool, const float* sinks,
                    void* out) {

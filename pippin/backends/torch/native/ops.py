@@ -61,9 +61,10 @@ class PackedWeight:
 class Kernels:
     """See ``kernels.cpp``. All tensors are contiguous unless said otherwise."""
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self, cache: Path, threads: int) -> None:
         """Raises ``NoKernels``."""
         library = load_library(cache)
+        library.pippin_threads(threads)
         self._attend = library.pippin_attend
         self._attend.argtypes = [c_void_p] * 5
         self._mix = library.pippin_mix

@@ -5,6 +5,7 @@
 // side; at 4 bits a byte holds output i (low) and i + LANES (high) of the block. Scales and biases
 // stand per block and group: [group][2 * LANES].
 
+#include "pool.h"
 #include "vectors.h"
 
 #if defined(__AVX2__)
@@ -143,8 +144,7 @@ static void packed_linear(const Packed& w, const T* input, int64_t rows, const T
     }
     const int64_t blocks = (w.outputs + BLOCK - 1) / BLOCK;
     const int64_t strips = (rows + STRIP - 1) / STRIP;
-#pragma omp parallel for schedule(static)
-    for (int64_t task = 0; task < strips * blocks; task++) {
+    parallel(strips * blocks, [&](int64_t task) {
         alignas(64) float tile[TILE * BLOCK];
         alignas(64) float acc[STRIP * BLOCK];
         const int64_t block = task % blocks, top = task / blocks * STRIP;
@@ -174,7 +174,7 @@ static void packed_linear(const Packed& w, const T* input, int64_t rows, const T
                 for (int64_t i = 0; i < width; i++) sums[i] += get(residual[target + i]);
             for (int64_t i = 0; i < width; i++) put(y + target + i, sums[i]);
         }
-    }
+    }, rows < 32 ? 8 : 32);
 }
 
 // Weights [outputs, inputs], one of kind 4 or 8 a byte, into blocks. The last block is filled up
@@ -183,8 +183,7 @@ static void pack(const uint8_t* weights, int64_t kind, int64_t outputs, int64_t 
                  uint8_t* packed) {
     const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
     const int64_t size = kind > 8 ? kind / 8 : 1;
-#pragma omp parallel for schedule(static)
-    for (int64_t block = 0; block < blocks; block++)
+    parallel(blocks, [&](int64_t block) {
         for (int64_t i = 0; i < BLOCK; i++) {
             const uint8_t* row = weights + std::min(block * BLOCK + i, outputs - 1) * inputs * size;
             if (kind == 4) {
@@ -202,6 +201,7 @@ static void pack(const uint8_t* weights, int64_t kind, int64_t outputs, int64_t 
                 for (int64_t k = 0; k < inputs; k++) target[k * BLOCK] = ((const float*)row)[k];
             }
         }
+    });
 }
 
 extern "C" {

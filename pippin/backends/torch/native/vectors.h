@@ -9,8 +9,6 @@
 #include <limits>
 #include <vector>
 
-#include <omp.h>
-
 #if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX__)
