@@ -63,7 +63,14 @@ def test_the_list_of_later_topics_is_not_stale() -> None:
     assert set(LATER) <= known
 
 
+#: What the runner says where a machine's speed leaves a case without a verdict.
+TOO_SMALL = "case too small for this machine"
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("case", parameters())
 def test_case(case: dict[str, Any], live: str) -> None:
-    assert load_runner().run_case(case, live, "demo", 180) == []
+    faults = load_runner().run_case(case, live, "demo", 180)
+    if "doubtful" in case and any(fault.endswith(TOO_SMALL) for fault in faults):
+        pytest.skip(f"the runner says: {faults[0]}")
+    assert faults == []

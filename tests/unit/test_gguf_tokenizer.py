@@ -342,6 +342,7 @@ def test_chat_template(tmp_path: Path) -> None:
 
 
 def test_unnamed_pre_tokenizer_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", logger="pippin")  # whatever a command set before
     read_gguf(_small(tmp_path, pre=""))
     assert "pre-tokenizer" in caplog.text
 

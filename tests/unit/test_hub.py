@@ -207,6 +207,7 @@ def test_offline_uses_the_cache(standin: Hub, cache: Path):
 
 
 def test_a_hub_that_does_not_answer(standin: Hub, cache: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("WARNING", logger="pippin")  # whatever a command set before
     online = fetch(standin, cache, "org/plain")
     gone = Hub(url="http://127.0.0.1:9")
     assert fetch(gone, cache, "org/plain") == online
