@@ -125,7 +125,7 @@ def watch(clock: Callable[[], float]) -> Counter[str]:
     wrap(batch.BatchBuilder, "build", "batch")
     wrap(rope.Rotation, "__call__", "rope")
     wrap(ops.MixCall, "__call__", "norms of heads, rope, pool writes")
-    wrap(ops.DecodeCall, "__call__", "attention, compiled")
+    wrap(ops.AttendCall, "__call__", "attention, compiled")
     wrap(ops.Kernels, "gated", "activation")
     return seconds
 

@@ -44,10 +44,10 @@ def close(actual: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(2, 1), (9, 3), (8, 8), (14, 2), (40, 8)])
-@pytest.mark.parametrize("width", [16, 64, 160])
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_decode_attention(
-    kernels: Kernels, dtype: torch.dtype, heads: tuple[int, int], width: int, with_sinks: bool
+@pytest.mark.parametrize("width", [16, 64, 80])
+@pytest.mark.parametrize("window", [None, 37])
+def test_attention(
+    kernels: Kernels, dtype: torch.dtype, heads: tuple[int, int], width: int, window: int | None
 ) -> None:
     if not kernels.fits_head(dtype, width):
         pytest.skip("not a whole number of vectors")
@@ -55,27 +55,46 @@ def test_decode_attention(
     torch.manual_seed(1)
     block_size, num_blocks = 8, 200
     pool = torch.randn(2 * kv_heads, num_blocks, block_size, width).to(dtype)
-    qkv = torch.randn(7, query_heads + 2 * kv_heads, width).to(dtype)
-    rows = torch.tensor([0, 2, 3, 6])
-    # One slot, a window that begins inside a block, about a chunk, more than one split.
-    lows, ends = torch.tensor([0, 5, 0, 3]), torch.tensor([1, 19, 65, 1200])
-    blocks = torch.stack([torch.randperm(num_blocks)[:150] for _ in rows])
-    sinks = torch.randn(query_heads) if with_sinks else None
-    out = torch.full((7, query_heads, width), 7.0, dtype=dtype)
+    # Length of a chunk, first slot seen, slot of its first token: decodes of one slot, behind a
+    # window that begins inside a block, of about a tile and of more than one task; prompts from the
+    # start, behind a prefix, shorter and longer than tiles and strips.
+    shapes = [(1, 0, 0), (1, 5, 18), (1, 0, 64), (1, 3, 1199),
+              (2, 0, 0), (70, 0, 0), (150, 0, 0), (64, 0, 128), (33, 6, 700)]  # fmt: skip
+    lengths = torch.tensor([shape[0] for shape in shapes])
+    lows = torch.tensor([shape[1] for shape in shapes])
+    starts = torch.tensor([shape[2] for shape in shapes])
+    rows = lengths.cumsum(0) - lengths + 1  # a row between is nobody's
+    count = int(lengths.sum()) + 3
+    qkv = torch.randn(count, query_heads + 2 * kv_heads, width).to(dtype)
+    blocks = torch.stack([torch.randperm(num_blocks)[:150] for _ in shapes])
+    sinks = torch.randn(query_heads) if window else None
+    out = torch.full((count, query_heads, width), 7.0, dtype=dtype)
     scale = width**-0.5
-    kernels.decode_call(qkv, query_heads, pool, scale, rows, blocks, lows, ends)(
+    chunks = torch.stack((rows, lengths, lows, starts))
+    kernels.attend_call(qkv, query_heads, pool, scale, window, chunks, blocks)(
         qkv, pool, sinks, out
     )
-    for index, row in enumerate(rows.tolist()):
-        pages = pool[:, blocks[index]].flatten(1, 2)[:, lows[index] : ends[index]].float()
-        keys = pages[:kv_heads].repeat_interleave(query_heads // kv_heads, 0)
-        values = pages[kv_heads:].repeat_interleave(query_heads // kv_heads, 0)
-        scores = torch.einsum("hd,hld->hl", qkv[row, :query_heads].float(), keys) * scale
+    for row, length, low, start, pages in zip(
+        *(each.tolist() for each in (rows, lengths, lows, starts)), blocks, strict=True
+    ):
+        end = start + length
+        seen = pool[:, pages].flatten(1, 2)[:, low:end].float()
+        keys = seen[:kv_heads].repeat_interleave(query_heads // kv_heads, 0)
+        values = seen[kv_heads:].repeat_interleave(query_heads // kv_heads, 0)
+        query = qkv[row : row + length, :query_heads].float()
+        scores = torch.einsum("nhd,hld->hnl", query, keys) * scale
+        own = torch.arange(start, end)[:, None]
+        slot = torch.arange(low, end)
+        hidden = slot > own
+        if window is not None and length > 1:  # of a decode, ``low`` says it
+            hidden |= slot <= own - window
+        scores.masked_fill_(hidden, -torch.inf)
         if sinks is not None:
-            scores = torch.cat((scores, sinks[:, None]), 1)
-        weights = scores.softmax(-1)[:, : keys.shape[1]]
-        close(out[row], torch.einsum("hl,hld->hd", weights, values), dtype)
-    assert (out[[1, 4, 5]] == 7).all(), "other rows are left alone"
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, length, 1)), 2)
+        weights = scores.softmax(-1)[..., : keys.shape[1]]
+        close(out[row : row + length], torch.einsum("hnl,hld->nhd", weights, values), dtype)
+    assert (out[0] == 7).all(), "other rows are left alone"
+    assert (out[-2:] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

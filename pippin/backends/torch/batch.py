@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,10 @@ from pippin.types.step import Chunk, StepPlan
 _PADDING = 1.3
 #: ... and by so many tokens anyway: below that, a further batch costs more than it saves.
 _PADDING_TOKENS = 256
+
+
+Paged = Literal["none", "decodes", "all"]
+"""Which chunks the compiled kernel takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +38,14 @@ class DecodeSet:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedDecodes:
-    """All sequences with one new token each, for the compiled kernel. int64 tensors."""
+class PagedChunks:
+    """Chunks for the compiled kernel, which reads pages in place. int64 tensors."""
 
-    rows: torch.Tensor
-    """[n]."""
+    chunks: torch.Tensor
+    """[4, n]: first row, rows, first slot seen by any of them, slot of the first row's own token.
+    Slots count from the first slot of the first block."""
     blocks: torch.Tensor
     """[n, most blocks of one]."""
-    lows: torch.Tensor
-    ends: torch.Tensor
-    """[n]: slots [low, end) are seen, counted from the first slot of the first block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,8 @@ class GroupBatch:
     run: int | None
     """The first, where they are neighbours."""
     decodes: tuple[DecodeSet, ...]
-    paged: PagedDecodes | None
-    """Instead of ``decodes``, where the compiled kernel is used."""
+    paged: PagedChunks | None
+    """Instead of ``decodes``, and maybe of ``prefills``, where the compiled kernel is used."""
     prefills: tuple[Prefill, ...]
 
 
@@ -118,9 +120,8 @@ class BatchBuilder:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        paged: bool = False,
+        paged: Paged = "none",
     ) -> None:
-        """``paged``: prepare decodes for the compiled kernel."""
         self._paged = paged
         self._windows = tuple(windows)
         self._kv_heads = kv_heads
@@ -157,6 +158,7 @@ class BatchBuilder:
         slots = []
         prefills = []
         singles: list[tuple[int, int, int, IntArray]] = []
+        paged: list[tuple[Chunk, int, int, IntArray]] = []
         row = 0
         for chunk in chunks:
             low = 0 if window is None else max(0, chunk.start - window + 1)
@@ -165,19 +167,21 @@ class BatchBuilder:
             positions = np.arange(chunk.start, chunk.end)
             slots.append(blocks[positions // size - base] * size + positions % size)
             count = len(chunk.token_ids)
-            if count == 1:
+            if self._paged == "all" or (self._paged == "decodes" and count == 1):
+                paged.append((chunk, row, low, blocks))
+            elif count == 1:
                 singles.append((row, low, chunk.end, blocks))
             else:
                 prefills.append(self._prefill(row, count, chunk.start, low, blocks))
             row += count
         flat = np.concatenate(slots)
-        in_a_row = len(flat) == 1 or bool((np.diff(flat) == 1).all())
+        in_a_row = self._paged == "none" and (len(flat) == 1 or bool((np.diff(flat) == 1).all()))
         return GroupBatch(
             window=window,
-            slots=None if in_a_row and not self._paged else self._tensor(flat),
-            run=int(flat[0]) if in_a_row and not self._paged else None,
-            decodes=() if self._paged else tuple(self._decodes(singles)),
-            paged=self._paged_decodes(singles) if self._paged and singles else None,
+            slots=None if in_a_row else self._tensor(flat),
+            run=int(flat[0]) if in_a_row else None,
+            decodes=tuple(self._decodes(singles)),
+            paged=self._paged_chunks(paged) if paged else None,
             prefills=tuple(prefills),
         )
 
@@ -196,16 +200,15 @@ class BatchBuilder:
             blocks=self._tensor(read) if first is None and len(read) else None,
         )
 
-    def _paged_decodes(self, singles: list[tuple[int, int, int, IntArray]]) -> PagedDecodes:
-        width = max(len(single[3]) for single in singles)
-        table = np.zeros((len(singles), width), dtype=np.int64)
-        bounds = np.empty((3, len(singles)), dtype=np.int64)
-        for index, (row, low, end, blocks) in enumerate(singles):
+    def _paged_chunks(self, paged: list[tuple[Chunk, int, int, IntArray]]) -> PagedChunks:
+        width = max(len(blocks) for _, _, _, blocks in paged)
+        table = np.zeros((len(paged), width), dtype=np.int64)
+        chunks = np.empty((4, len(paged)), dtype=np.int64)
+        for index, (chunk, row, low, blocks) in enumerate(paged):
             table[index, : len(blocks)] = blocks
             base = low // self._size * self._size
-            bounds[:, index] = row, low - base, end - base
-        rows, lows, ends = self._tensor(bounds)
-        return PagedDecodes(rows, self._tensor(table), lows, ends)
+            chunks[:, index] = row, len(chunk.token_ids), low - base, chunk.start - base
+        return PagedChunks(self._tensor(chunks), self._tensor(table))
 
     def _decodes(self, singles: list[tuple[int, int, int, IntArray]]) -> list[DecodeSet]:
         """Batch sequences of similar length, longest first."""

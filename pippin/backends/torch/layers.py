@@ -13,7 +13,7 @@ from pippin.backends.torch.attention import attend, attend_prefills
 from pippin.backends.torch.batch import Batch, GroupBatch
 from pippin.backends.torch.kv import Pool
 from pippin.backends.torch.linear import Linear
-from pippin.backends.torch.native.ops import DecodeCall, Kernels, MixCall
+from pippin.backends.torch.native.ops import AttendCall, Kernels, MixCall
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -120,36 +120,28 @@ class Attention:
         key = (self.group, self.rope)
         if key not in batch.calls:
             batch.calls[key] = self._calls(kernels, qkv, pool, batch, group)
-        mix, decode = batch.calls[key]
+        mix, attend_pages = batch.calls[key]
         mix(qkv, pool.data, None if self.qk_norm is None else self.qk_norm.weight)
         out = qkv.new_empty(qkv.shape[0], self.heads, self.head_dim)
-        if decode is not None:
-            decode(qkv, pool.data, self.sinks, out)
+        if attend_pages is not None:
+            attend_pages(qkv, pool.data, self.sinks, out)
         if group.prefills:
             attend_prefills(out, *self._parts(qkv), pool, group, self.scale, self.sinks)
         return out
 
     def _calls(
         self, kernels: Kernels, qkv: torch.Tensor, pool: Pool, batch: Batch, group: GroupBatch
-    ) -> tuple[MixCall, DecodeCall | None]:
+    ) -> tuple[MixCall, AttendCall | None]:
         assert group.slots is not None
         turns = None if self.rope is None else batch.rotations[self.rope].turns
         eps = 0.0 if self.qk_norm is None else self.qk_norm.eps
         mix = kernels.mix_call(qkv, self.heads, turns, group.slots, pool.data, eps)
-        paged = group.paged
-        if paged is None:
+        if group.paged is None:
             return mix, None
-        decode = kernels.decode_call(
-            qkv,
-            self.heads,
-            pool.data,
-            self.scale,
-            paged.rows,
-            paged.blocks,
-            paged.lows,
-            paged.ends,
+        chunks, blocks = group.paged.chunks, group.paged.blocks
+        return mix, kernels.attend_call(
+            qkv, self.heads, pool.data, self.scale, group.window, chunks, blocks
         )
-        return mix, decode
 
     def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values."""

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pippin.backends.description import is_latent, kv_groups
 from pippin.backends.torch.assemble import assemble, load_norm
-from pippin.backends.torch.batch import Batch
+from pippin.backends.torch.batch import Batch, Paged
 from pippin.backends.torch.kv import Pool, Scratch
 from pippin.backends.torch.layers import Attention, Layer, RMSNorm
 from pippin.backends.torch.linear import Linear
@@ -59,12 +59,15 @@ class StageModel:
         return 1 if is_latent(self.config) else int(self.config.num_key_value_heads)
 
     @property
-    def reads_pages(self) -> bool:
-        """Whether decodes go through the compiled kernel, which reads pages in place."""
-        return all(
+    def paged(self) -> Paged:
+        """Which chunks the compiled kernel takes. It computes in float32: prompts in bfloat16 are
+        left to torch, which uses the CPU's matrix instructions."""
+        if not all(
             isinstance(layer.attention, Attention) and layer.attention.kernels is not None
             for layer in self.layers
-        )
+        ):
+            return "none"
+        return "all" if self.dtype == torch.float32 else "decodes"
 
     def forward(self, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor | None:
         """Logits [rows, vocab] of the wanted rows on the last stage (None where no row is wanted),

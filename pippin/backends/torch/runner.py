@@ -95,7 +95,7 @@ class TorchRunner:
             block_size,
             self._device,
             self._model.dtype,
-            paged=self._model.reads_pages,
+            paged=self._model.paged,
         )
 
     @torch.inference_mode()

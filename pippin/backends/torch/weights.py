@@ -25,7 +25,7 @@ _BITS = {
 
 #: Rows below which weights that lie in both forms are taken in the small one (bfloat16 on CPUs
 #: that multiply it in hardware: few rows are bound by the bytes of the weights).
-FEW_ROWS = 8
+FEW_ROWS = 5
 
 
 class Weights:

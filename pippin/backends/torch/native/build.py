@@ -20,8 +20,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("kernels.cpp", "packed.cpp")
-_HEADERS = ("pool.h", "vectors.h")
+_SOURCES = ("attention.cpp", "kernels.cpp", "packed.cpp")
+_HEADERS = ("multiply.h", "pool.h", "vectors.h")
 _FLAGS = (
     "-O3", "-march=native", "-std=c++20", "-fPIC", "-pthread", "-ffp-contract=fast",
     "-fno-math-errno", "-fno-trapping-math",

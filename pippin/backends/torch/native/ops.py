@@ -18,14 +18,14 @@ _MAX_WIDTH = 512
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
 
 
-class _Decode(ctypes.Structure):
+class _Chunks(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in (
             "dtype", "count", "heads", "kv_heads", "width", "block_size", "max_blocks",
-            "head_stride", "query_stride", "out_stride",
+            "head_stride", "query_stride", "out_stride", "window",
         )),
         ("scale", c_double),
-        *((name, c_void_p) for name in ("rows", "blocks", "lows", "ends")),
+        *((name, c_void_p) for name in ("rows", "lengths", "blocks", "lows", "starts")),
     ]  # fmt: skip
 
 
@@ -200,26 +200,27 @@ class Kernels:
         )
         return MixCall(self._mix, struct, (turns, slots))
 
-    def decode_call(
+    def attend_call(
         self,
         qkv: torch.Tensor,
         heads: int,
         pool: torch.Tensor,
         scale: float,
-        rows: torch.Tensor,
+        window: int | None,
+        chunks: torch.Tensor,
         blocks: torch.Tensor,
-        lows: torch.Tensor,
-        ends: torch.Tensor,
-    ) -> DecodeCall:
+    ) -> AttendCall:
         """For queries that are the first ``heads`` of ``qkv`` (see ``mix_call``).
 
-        int64: ``rows`` [n], rows of qkv that decode; ``blocks`` [n, m], their pages; the slots
-        [lows, ends) of those, counted from the first page's first, are seen.
+        int64: ``chunks`` [4, n], of each chunk its first row of qkv, its rows, the first slot that
+        any of them sees, and the slot of the first row's own token; ``blocks`` [n, m], its pages.
+        Slots count from the first page's first.
         """
         total, width = qkv.shape[1:]
-        struct = _Decode(
+        rows, lengths, lows, starts = (row.data_ptr() for row in chunks)
+        struct = _Chunks(
             dtype=_DTYPES[qkv.dtype],
-            count=len(rows),
+            count=len(blocks),
             heads=heads,
             kv_heads=(total - heads) // 2,
             width=width,
@@ -228,13 +229,15 @@ class Kernels:
             head_stride=pool.stride(0),
             query_stride=total * width,
             out_stride=heads * width,
+            window=window or 0,
             scale=scale,
-            rows=rows.data_ptr(),
+            rows=rows,
+            lengths=lengths,
             blocks=blocks.data_ptr(),
-            lows=lows.data_ptr(),
-            ends=ends.data_ptr(),
+            lows=lows,
+            starts=starts,
         )
-        return DecodeCall(self._attend, struct, (rows, blocks, lows, ends))
+        return AttendCall(self._attend, struct, (chunks, blocks))
 
 
 class MixCall:
@@ -256,8 +259,8 @@ class MixCall:
         )
 
 
-class DecodeCall:
-    """Decode attention of a step, for any layer of one shape."""
+class AttendCall:
+    """Attention of a step's chunks, for any layer of one shape."""
 
     def __init__(self, function: Any, struct: ctypes.Structure, kept: tuple[Any, ...]) -> None:
         self._function = function
@@ -272,7 +275,7 @@ class DecodeCall:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Writes the decoding rows of ``out`` [rows, heads, width]; ``sinks`` float32 [heads]."""
+        """Writes the chunks' rows of ``out`` [rows, heads, width]; ``sinks`` float32 [heads]."""
         self._function(
             self._pointer,
             qkv.data_ptr(),

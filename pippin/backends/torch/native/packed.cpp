@@ -5,21 +5,15 @@
 // side; at 4 bits a byte holds output i (low) and i + LANES (high) of the block. Scales and biases
 // stand per block and group: [group][2 * LANES].
 
+#include "multiply.h"
 #include "pool.h"
-#include "vectors.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-static const int BLOCK = 2 * LANES;  // outputs
-static const int TILE = 128;         // inputs that are turned into float32 at once: 8 or 16 KiB
-static const int STRIP = 96;         // rows of x that share a tile
-#if LANES == 16
-static const int ROWS = 12;  // rows of the inner kernel: 2 * ROWS accumulators
-#else
-static const int ROWS = 6;
-#endif
+static const int TILE = 128;  // inputs that are turned into float32 at once: 8 or 16 KiB
+static const int STRIP = 96;  // rows of x that share a tile
 
 struct Packed {
     int64_t kind;  // 4 or 8 bits, 16 for bfloat16, 32 for float32
@@ -75,64 +69,6 @@ static void unpack(const Packed& w, int64_t block, int64_t first, int64_t last, 
     }
 }
 
-// Adds the products of ``count`` inputs to M rows of sums.
-template <int M>
-static void multiply(const float* tile, int64_t count, const float* x, int64_t stride, float* acc) {
-    // Few rows: several sums each, since an addition must wait for the one before.
-    constexpr int CHAINS = M == 1 ? 4 : M == 2 ? 2 : 1;
-    vf sums[M][2], more[M][2][CHAINS > 1 ? CHAINS - 1 : 1] = {};
-#pragma GCC unroll 16
-    for (int m = 0; m < M; m++) {
-        sums[m][0] = load(acc + m * BLOCK);
-        sums[m][1] = load(acc + m * BLOCK + LANES);
-    }
-    int64_t k = 0;
-    if (CHAINS > 1) {
-        for (; k + CHAINS <= count; k += CHAINS)
-#pragma GCC unroll 4
-            for (int c = 0; c < CHAINS; c++) {
-                const vf w0 = load(tile + (k + c) * BLOCK);
-                const vf w1 = load(tile + (k + c) * BLOCK + LANES);
-#pragma GCC unroll 2
-                for (int m = 0; m < M; m++) {
-                    const float value = x[m * stride + k + c];
-                    (c ? more[m][0][c - 1] : sums[m][0]) += w0 * value;
-                    (c ? more[m][1][c - 1] : sums[m][1]) += w1 * value;
-                }
-            }
-#pragma GCC unroll 16
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-            for (int c = 0; c < CHAINS - 1; c++) {
-                sums[m][0] += more[m][0][c];
-                sums[m][1] += more[m][1][c];
-            }
-    }
-    for (; k < count; k++) {
-        const vf w0 = load(tile + k * BLOCK), w1 = load(tile + k * BLOCK + LANES);
-#pragma GCC unroll 16
-        for (int m = 0; m < M; m++) {
-            const float value = x[m * stride + k];
-            sums[m][0] += w0 * value;
-            sums[m][1] += w1 * value;
-        }
-    }
-#pragma GCC unroll 16
-    for (int m = 0; m < M; m++) {
-        store(acc + m * BLOCK, sums[m][0]);
-        store(acc + m * BLOCK + LANES, sums[m][1]);
-    }
-}
-
-typedef void (*Multiply)(const float*, int64_t, const float*, int64_t, float*);
-
-static const Multiply MULTIPLY[] = {
-    nullptr,     multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>,
-#if LANES == 16
-    multiply<7>, multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>,
-#endif
-};
-
 template <class T>
 static void packed_linear(const Packed& w, const T* input, int64_t rows, const T* residual, T* y) {
     static std::vector<float> wide;  // used from one thread
@@ -157,11 +93,8 @@ static void packed_linear(const Packed& w, const T* input, int64_t rows, const T
                 weights = (const float*)w.codes + (block * w.inputs + first) * BLOCK;
             else
                 unpack(w, block, first, last, tile);
-            for (int64_t row = 0; row < count; row += ROWS) {
-                const int64_t height = std::min<int64_t>(ROWS, count - row);
-                MULTIPLY[height](weights, last - first, x + (top + row) * w.inputs + first, w.inputs,
-                                 acc + row * BLOCK);
-            }
+            multiply_rows(weights, BLOCK, last - first, x + top * w.inputs + first, w.inputs,
+                          count, acc, BLOCK);
         }
         const int64_t at = block * BLOCK;
         const int64_t width = std::min<int64_t>(BLOCK, w.outputs - at);
