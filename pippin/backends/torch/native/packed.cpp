@@ -69,6 +69,68 @@ static void unpack(const Packed& w, int64_t block, int64_t first, int64_t last, 
     }
 }
 
+// Few rows: codes go from the register that unpacks them into the products, without scales, which
+// are applied to the sums of a group: sum of (s q + b) x = s * sum of q x + b * sum of x.
+// ``x_sums`` [M][groups] are the latter. Writes [M][BLOCK].
+template <int M, int KIND>
+static void fused(const Packed& w, int64_t block, const float* x, const float* x_sums, float* acc) {
+    const int64_t groups = w.inputs / w.group;
+    const uint8_t* source = w.codes + block * w.inputs * (KIND == 4 ? LANES : BLOCK);
+    const float* scales = w.scales + block * groups * BLOCK;
+    const float* biases = w.biases + block * groups * BLOCK;
+    vf sums[M][2] = {};
+    for (int64_t group = 0; group < groups; group++, scales += BLOCK, biases += BLOCK) {
+        // Two chains where there are few: an addition must wait for the one before.
+        constexpr int CHAINS = M <= 2 ? 2 : 1;
+        vf products[M][2][CHAINS] = {};
+        const float* inputs = x + group * w.group;
+        for (int64_t k = 0; k < w.group; k += CHAINS)
+#pragma GCC unroll 2
+            for (int c = 0; c < CHAINS; c++, source += KIND == 4 ? LANES : BLOCK) {
+                vu low = load_bytes(source), high;
+                if (KIND == 4) {
+                    high = low >> 4;
+                    low &= 15;
+                } else {
+                    high = load_bytes(source + LANES);
+                }
+                const vf w0 = to_float(low), w1 = to_float(high);
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++) {
+                    const float value = inputs[m * w.inputs + k + c];
+                    products[m][0][c] += w0 * value;
+                    products[m][1][c] += w1 * value;
+                }
+            }
+        const vf s0 = load(scales), s1 = load(scales + LANES);
+        const vf b0 = load(biases), b1 = load(biases + LANES);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            if (CHAINS == 2) {
+                products[m][0][0] += products[m][0][CHAINS - 1];
+                products[m][1][0] += products[m][1][CHAINS - 1];
+            }
+            const float sum = x_sums[m * groups + group];
+            sums[m][0] += products[m][0][0] * s0 + b0 * sum;
+            sums[m][1] += products[m][1][0] * s1 + b1 * sum;
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+        store(acc + m * BLOCK, sums[m][0]);
+        store(acc + m * BLOCK + LANES, sums[m][1]);
+    }
+}
+
+typedef void (*Fused)(const Packed&, int64_t, const float*, const float*, float*);
+
+static const int FEW = 6;         // most rows of the fused product
+static const int FEW_LIMIT = 12;  // rows up to which it is repeated
+static const Fused FUSED[2][FEW + 1] = {
+    {nullptr, fused<1, 4>, fused<2, 4>, fused<3, 4>, fused<4, 4>, fused<5, 4>, fused<6, 4>},
+    {nullptr, fused<1, 8>, fused<2, 8>, fused<3, 8>, fused<4, 8>, fused<5, 8>, fused<6, 8>},
+};
+
 template <class T>
 static void packed_linear(const Packed& w, const T* input, int64_t rows, const T* residual, T* y) {
     static std::vector<float> wide;  // used from one thread
@@ -80,13 +142,27 @@ static void packed_linear(const Packed& w, const T* input, int64_t rows, const T
     }
     const int64_t blocks = (w.outputs + BLOCK - 1) / BLOCK;
     const int64_t strips = (rows + STRIP - 1) / STRIP;
+    static std::vector<float> x_sums;
+    const bool few = rows <= FEW_LIMIT && w.kind <= 8 && w.group % 2 == 0;
+    if (few) {
+        const int64_t groups = w.inputs / w.group;
+        x_sums.assign(rows * groups, 0.0f);
+        for (int64_t i = 0; i < rows * groups; i++)
+            for (int64_t k = 0; k < w.group; k++) x_sums[i] += x[i * w.group + k];
+    }
     parallel(strips * blocks, [&](int64_t task) {
         alignas(64) float tile[TILE * BLOCK];
         alignas(64) float acc[STRIP * BLOCK];
         const int64_t block = task % blocks, top = task / blocks * STRIP;
         const int64_t count = std::min<int64_t>(STRIP, rows - top);
-        std::memset(acc, 0, count * BLOCK * sizeof(float));
-        for (int64_t first = 0; first < w.inputs; first += TILE) {
+        if (few)
+            for (int64_t row = 0; row < rows; row += FEW)
+                FUSED[w.kind == 8][std::min<int64_t>(FEW, rows - row)](
+                    w, block, x + row * w.inputs, &x_sums[row * (w.inputs / w.group)],
+                    acc + row * BLOCK);
+        else
+            std::memset(acc, 0, count * BLOCK * sizeof(float));
+        for (int64_t first = few ? w.inputs : 0; first < w.inputs; first += TILE) {
             const int64_t last = std::min<int64_t>(first + TILE, w.inputs);
             const float* weights = tile;
             if (w.kind == 32)
