@@ -79,10 +79,41 @@ class KVCapacity:
     kv_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """What travels from one stage to the next: plain bytes, since stages may differ in backend."""
+
+    dtype: str
+    """``float32``, ``bfloat16`` or ``float16``."""
+    shape: tuple[int, int]
+    """[T, hidden_size], rows in the order of the plan's tokens."""
+    data: memoryview
+    """C-contiguous, little endian, T * hidden_size * itemsize bytes. Read only to the receiver."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """The processes that share each layer of one stage (tensor parallel)."""
+
+    rank: int
+    size: int
+    backend: str
+    """``gloo`` or ``nccl`` (torch), ``ring`` or ``jaccl`` (MLX)."""
+    addresses: tuple[str, ...]
+    """``host:port`` of each rank; torch uses the first one's as its meeting point."""
+
+
 class StageRunner(Protocol):
-    """Layers [a, b) of a model on one device."""
+    """Layers [a, b) of a model on one device.
+
+    A backend's module ``runner`` makes one with
+    ``load(config, files, *, first_layer=0, last_layer=None, group=None)``. In a group every rank
+    executes the same plans and hidden states; only rank 0's result is used.
+    """
 
     info: ModelInfo
+    """Its ``kv_groups`` are the whole model's, in the same order on every stage, with the layers
+    and the ``bytes_per_token`` of this stage (0 where it has no layer of that group)."""
     sampler: Sampler
     device: str
     """In words, for the start-up summary: ``cpu (2 threads, AVX2)``, ``cuda:0 (NVIDIA H200)``."""
@@ -97,10 +128,14 @@ class StageRunner(Protocol):
         """Allocate the pools, one array of blocks a layer. Block numbers are in [0, num_blocks)."""
         ...
 
-    def execute(self, plan: StepPlan) -> Any:
-        """Run a step. Returns logits of shape [rows, vocab_size], rows in the order of the plan's
-        chunks (``num_logits`` each, ascending positions), or None when no chunk wants any. A plan
-        without chunks only forgets the sequences in ``freed``."""
+    def execute(self, plan: StepPlan, hidden: HiddenStates | None = None) -> Any:
+        """Run a step. A stage behind the first takes what the one before it returned.
+
+        The last stage returns logits of shape [rows, vocab_size], rows in the order of the plan's
+        chunks (``num_logits`` each, ascending positions), or None when no chunk wants any; others
+        return ``HiddenStates``. A plan without chunks only forgets the sequences in ``freed`` and
+        gives None. Ranks above 0 of a group may return None.
+        """
         ...
 
     def synchronize(self) -> None:

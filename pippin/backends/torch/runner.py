@@ -6,8 +6,10 @@ import gc
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from pippin.backends.base import HiddenStates
 from pippin.backends.description import read_config
 from pippin.backends.torch.batch import BatchBuilder
 from pippin.backends.torch.device import DeviceChoice, choose_device, dtype_name, free_memory
@@ -99,14 +101,27 @@ class TorchRunner:
         )
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, hidden: torch.Tensor | None = None) -> torch.Tensor | None:
-        """See ``StageRunner``. A stage behind the first takes the ``hidden`` [T, hidden_size] that
-        the one before returned; a stage that is not the last returns that instead of logits."""
+    def execute(
+        self, plan: StepPlan, hidden: HiddenStates | None = None
+    ) -> torch.Tensor | HiddenStates | None:
+        """See ``StageRunner``. Logits are a tensor on the stage's device."""
         assert self._builder is not None, "allocate_kv comes first"
         if not plan.chunks:
             self._builder.forget(plan)
             return None
-        return self._model.forward(self._builder.build(plan), hidden)
+        given = None if hidden is None else self._from_wire(hidden)
+        result = self._model.forward(self._builder.build(plan), given)
+        if self._model.head is not None or result is None:
+            return result
+        return _to_wire(result)
+
+    def _from_wire(self, hidden: HiddenStates) -> torch.Tensor:
+        """[T, hidden_size] in the stage's dtype, on its device. A copy: layers write into it, and
+        the bytes belong to the link."""
+        dtype: torch.dtype = getattr(torch, hidden.dtype)
+        tensor = torch.empty(hidden.shape, dtype=dtype)
+        tensor.view(torch.uint8).view(-1).numpy()[:] = np.frombuffer(hidden.data, dtype=np.uint8)
+        return tensor.to(device=self._device, dtype=self._model.dtype)
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -145,12 +160,11 @@ class TorchRunner:
             torch.cuda.empty_cache()
         return peak
 
-    def _blank(self, plan: StepPlan) -> torch.Tensor | None:
+    def _blank(self, plan: StepPlan) -> HiddenStates | None:
         """What a stage before this one would send."""
         if self._model.embedding is not None:
             return None
-        shape = (plan.num_tokens, self.info.hidden_size)
-        return torch.zeros(shape, dtype=self._model.dtype, device=self._device)
+        return _to_wire(torch.zeros(plan.num_tokens, self.info.hidden_size, dtype=self._model.dtype))
 
     def _allocated(self) -> int:
         if self._device.type == "cuda":
@@ -163,6 +177,14 @@ class TorchRunner:
             return torch.cuda.max_memory_allocated(self._device)
         # Metal's driver keeps what a step needed.
         return torch.mps.driver_allocated_memory()
+
+
+def _to_wire(hidden: torch.Tensor) -> HiddenStates:
+    """The tensor's own memory where it is on the CPU, a copy from other devices."""
+    tensor = hidden.detach().to("cpu").contiguous()
+    rows, width = tensor.shape
+    data = memoryview(tensor.view(torch.uint8).view(-1).numpy())
+    return HiddenStates(dtype_name(tensor.dtype), (rows, width), data)
 
 
 def load(
