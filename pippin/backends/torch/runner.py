@@ -183,8 +183,9 @@ def _to_wire(hidden: torch.Tensor) -> HiddenStates:
     """The tensor's own memory where it is on the CPU, a copy from other devices."""
     tensor = hidden.detach().to("cpu").contiguous()
     rows, width = tensor.shape
-    data = memoryview(tensor.view(torch.uint8).view(-1).numpy())
-    return HiddenStates(dtype_name(tensor.dtype), (rows, width), data)
+    return HiddenStates(
+        dtype_name(tensor.dtype), (rows, width), tensor.view(torch.uint8).view(-1).numpy().data
+    )
 
 
 def load(
