@@ -21,6 +21,11 @@
     │   ├── RequestTimeout       408
     │   └── EngineUnavailable    503
     ├── EngineError              the engine process failed
+    ├── LinkError                between two stages
+    │   ├── PeerLost             gone, silent, or not there in time
+    │   ├── StageMismatch        the two ends do not belong to one pipeline
+    │   ├── ProtocolError        a frame that is not what was agreed
+    │   └── ClusterSecretWrong   the other end was given another secret
     └── PortInUse
 
 Each has a ``code`` (stable, for programs), a message and a ``hint`` (the command or change that
@@ -76,6 +81,26 @@ class OutOfMemory(PippinError):
 
 class EngineError(PippinError):
     code = "engine_error"
+
+
+class LinkError(PippinError):
+    code = "link_error"
+
+
+class PeerLost(LinkError):
+    code = "peer_lost"
+
+
+class StageMismatch(LinkError):
+    code = "stage_mismatch"
+
+
+class ProtocolError(LinkError):
+    code = "protocol_error"
+
+
+class ClusterSecretWrong(LinkError):
+    code = "cluster_secret_wrong"
 
 
 class PortInUse(PippinError):
