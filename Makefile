@@ -2,6 +2,7 @@
 #   make demo    install, fetch the small model, serve it, print an answered chat and the URL
 #   make check   lint, types, import layers and the fast tests (under two minutes)
 #   make test    everything
+#   make docs    run the checks of docs/models.md's table and write it anew
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ TORCH := torch==2.13.0
 endif
 endif
 
-.PHONY: demo check test lint bench clean
+.PHONY: demo check test lint docs bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/pippin demo $(ARGS)
@@ -31,6 +32,12 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/installed-dev
+	-$(BIN)/python -m pytest -q --junit-xml=$(VENV)/checks.xml tests/backends/test_architectures.py \
+		tests/backends/test_torch_models.py tests/backends/test_mlx_models.py \
+		tests/backends/test_mlx_formats.py tests/backends/test_formats_gguf.py
+	$(BIN)/python tests/backends/models_table.py $(VENV)/checks.xml
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_tiny import load_mlx, make_mlx
+from mlx_tiny import MLX_MODELS, make_mlx
 from test_torch_models import LENGTHS, prompts, random_steps
-from torch_tiny import DYNAMIC, LONGROPE, MODELS, Driver, make_reference, make_runner
+from torch_tiny import DYNAMIC, LONGROPE, MODELS, Driver, make_reference
 from torch_tiny import reference_logits as expected
 
 from pippin.backends.description import read_config
@@ -31,48 +31,6 @@ from pippin.models.files import local_directory
 from pippin.types.step import Chunk, StepPlan
 
 CONFIG = Config(model=ModelConfig(device="cpu"))
-
-#: What differs from the torch backend's models, and what only MLX runs.
-MLX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **MODELS,
-    # mlx-lm's file takes the width of a head from the hidden size.
-    "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
-    "glm4_moe": (
-        "glm4_moe",
-        {
-            "head_dim": 16,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.5,
-            },
-        },
-    ),
-    "ministral3": (
-        "ministral3",
-        {
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            },
-        },
-    ),
-}
 
 
 def check(actual: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -94,37 +52,6 @@ def test_chunks_and_mixed_batches(name: str, tmp_path: Path) -> None:
     logits = driver.run(random_steps(LENGTHS))
     for seq, ids in tokens.items():
         check(logits[seq], expected(reference, ids))
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
-def test_both_backends_agree(name: str, tmp_path: Path) -> None:
-    reference = make_reference(*MODELS[name])
-    drivers = [
-        Driver(make_runner(reference, tmp_path), num_blocks=64),
-        Driver(load_mlx(tmp_path), num_blocks=64, seed=1),
-    ]
-    tokens = prompts(LENGTHS, seed=2)
-    results = []
-    for driver in drivers:
-        add_all(driver, tokens)
-        results.append(driver.run(random_steps(LENGTHS, seed=2)))
-    for seq in tokens:
-        check(results[1][seq], results[0][seq])
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
-def test_prefix_pages_are_shared(name: str, tmp_path: Path) -> None:
-    reference = make_reference(*MODELS[name])
-    driver = Driver(make_mlx(reference, tmp_path), num_blocks=64)
-    common = prompts((9,))[0]
-    tokens = {seq: common + tail for seq, tail in prompts((8, 15), seed=1).items()}
-    driver.add(0, tokens[0])
-    driver.step({0: 9})
-    driver.add(1, tokens[1], prefix_of=0)
-    assert driver.sequences[1].done == 8
-    logits = driver.run([{0: 3, 1: 5}, {1: 1, 0: 5}, {1: len(tokens[1]) - 14}])
-    check(logits[0], expected(reference, tokens[0])[9:])
-    check(logits[1], expected(reference, tokens[1])[8:])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
