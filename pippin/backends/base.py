@@ -119,6 +119,8 @@ class StageRunner(Protocol):
     """In words, for the start-up summary: ``cpu (2 threads, AVX2)``, ``cuda:0 (NVIDIA H200)``."""
     reason: str
     """Why this device, dtype and weight format."""
+    splits_layers: bool
+    """It has all layers, and runs chunks a few of them at a time (``Chunk.layers``)."""
 
     def available_kv_bytes(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
         """Bytes left for KV after weights and the largest step, found by a profiling pass."""

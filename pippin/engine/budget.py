@@ -25,7 +25,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
+from typing import Any
+
+import numpy as np
 
 from pippin.config import SchedulerConfig
 
@@ -33,8 +37,11 @@ from pippin.config import SchedulerConfig
 SLOWDOWN = 1.35
 
 #: Longest and shortest limit of a step while sequences decode, in decode-only steps.
-MAX_GAP = 3.2
+MAX_GAP = 3.7
 MIN_GAP = 2.0
+
+#: What passes between two tokens beside the step: their way to the client.
+DELIVERY_SECONDS = 0.0008
 
 #: Nobody sees a gap this short (seconds): a step may take it if that is not above ``MAX_GAP``.
 FLOOR_SECONDS = 0.025
@@ -48,15 +55,19 @@ IDLE_STEPS = 5
 #: Most tokens in a step where the configuration names no number.
 MAX_TOKENS = 2048
 
+#: Tokens of a chunk that runs a few layers at a time: hardly dearer than in a large one.
+PART_TOKENS = 48
+
 _LARGE = 512
 """Tokens from which a prompt's step tells what a prompt costs alone."""
+_SMALL = 128
+"""Below that, what a prompt's step costs says little of larger ones."""
 _RATE = 0.2
 """Share of an error that is corrected at once, when enough was seen."""
 _MIXED_RATE = 0.4
+_PART_RATE = 0.2
 _SETTLED = 5
 """Observations after which the rate is down to that, and outliers are ignored."""
-_PASSES = 200
-"""Over the measurements of a calibration."""
 _MAX_RATIO = 4.0
 """From then on, an observation counts as at most so many times longer or shorter than predicted."""
 
@@ -71,6 +82,8 @@ class StepWork:
     prefill_tokens: int = 0
     attention: int = 0
     """Sum, over the prefill tokens, of the positions that each sees."""
+    share: float = 1.0
+    """Of the layers, that the prefill tokens ran through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +128,35 @@ class _Linear:
                 predicted * self._ratios[-1], 1.0 if self.num_seen == 1 else 0.5, *features
             )
 
-    def fit(self, measured: Sequence[tuple[float, tuple[float, ...]]]) -> None:
-        """Fit seconds and features that were measured one after the other."""
-        for seconds, features in measured:
-            self.learn(seconds, *features)
-        for number in range(_PASSES):
-            for seconds, features in measured:
-                floor = 0.1 * self(*features)
-                self.correct(max(seconds, floor), max(0.05, 1 - number / _PASSES), *features)
+    def fit(self, measured: Sequence[tuple[float, tuple[float, ...]]], before: float = 0.0) -> None:
+        """Least squares over seconds and features, no term negative.
+
+        Errors count relative to the seconds and ``before``, which passed beside them. A feature
+        that was the same in all measurements keeps its ratio to the first.
+        """
+        positive = [(s, f) for s, f in measured if s > 0]
+        if not positive:
+            return
+        self.num_seen += len(positive)
+        rows = np.array([[x / (s + before) for x in f] for s, f in positive])
+        goal = np.array([s / (s + before) for s, _ in positive])
+        best: tuple[float, tuple[int, ...], np.ndarray[Any, Any]] | None = None
+        known = [i for i in range(rows.shape[1]) if len({f[i] for _, f in positive}) > 1 or i == 0]
+        for size in range(len(known), 0, -1):
+            for chosen in combinations(known, size):
+                found, *_ = np.linalg.lstsq(rows[:, chosen], goal)
+                error = float(np.square(rows[:, chosen] @ found - goal).sum())
+                if (found > 0).all() and (best is None or error < 0.999 * best[0]):
+                    best = error, chosen, found
+        if best is None:
+            return
+        first = self.coefficients[0]
+        for index in known:
+            self.coefficients[index] *= 1e-3
+        for index, value in zip(best[1], best[2], strict=True):
+            self.coefficients[index] = float(value)
+        for index in set(range(len(self.coefficients))) - set(known):
+            self.coefficients[index] *= self.coefficients[0] / first
 
     def correct(self, seconds: float, rate: float, *features: float) -> None:
         """Move the prediction for ``features`` towards ``seconds``, all the way at rate 1."""
@@ -137,15 +171,24 @@ class StepBudget:
     """Decides how much prefill fits in a step, and learns from how long steps took."""
 
     def __init__(
-        self, config: SchedulerConfig, block_size: int, calibration: Calibration | None = None
+        self,
+        config: SchedulerConfig,
+        block_size: int,
+        calibration: Calibration | None = None,
+        *,
+        splits_layers: bool = False,
     ) -> None:
+        """``splits_layers``: prompts beside decodes run a few layers at a time."""
         start = calibration or Calibration()
         self.max_tokens = config.max_num_batched_tokens or MAX_TOKENS
         self._block_size = block_size
         self._least = max(1, block_size // 2)
         self._step_seconds = config.step_time_ms and config.step_time_ms / 1000
         self._decodes = _Linear(start.step, start.per_sequence, start.per_context)
+        self._calm_context = math.inf
+        """Mean context of sequences in the last step that only decoded."""
         self._alone = _Linear(start.per_token, start.per_pair)
+        self._splits_layers = splits_layers
         self._alone_tokens = 0.0
         """Size of the steps that ``_alone`` was learned from."""
         self._mixed_price: float | None = None
@@ -153,6 +196,9 @@ class StepBudget:
         sees ``_mixed_context`` positions."""
         self._mixed_tokens = 0.0
         self._mixed_context = 0.0
+        self._part_ratio = 1.0
+        """Of what a chunk costs that runs a few layers at a time, to what it costs alone."""
+        self._part_ratios: deque[float] = deque(maxlen=5)
 
     # Predictions
 
@@ -193,17 +239,22 @@ class StepBudget:
         decode = self.decode_seconds(sequences, context)
         if self._step_seconds is not None:
             return self._step_seconds - decode
-        return max(self._gap() * decode, min(FLOOR_SECONDS, MAX_GAP * decode)) - decode
+        # What streams had before a prompt came, not what they come to have meanwhile.
+        calm = self.decode_seconds(sequences, min(context, self._calm_context * sequences))
+        calm += DELIVERY_SECONDS
+        longest = max(self._gap() * calm, min(FLOOR_SECONDS, MAX_GAP * calm))
+        return longest - DELIVERY_SECONDS - decode
 
     def _gap(self) -> float:
         """Longest step in decode steps."""
+        if self._splits_layers:
+            return _multiple(SLOWDOWN / self._part_ratio)
         if self._mixed_price is None or self._alone_tokens < _LARGE:
             return MAX_GAP
         per_token, per_pair = self._alone.coefficients
         alone = per_token + per_pair * self._mixed_context
         alone += self.decode_seconds(1, 1) / self._alone_tokens
-        slowdown = SLOWDOWN * alone / self._mixed_price
-        return min(max(slowdown / (slowdown - 1), MIN_GAP), MAX_GAP) if slowdown > 1 else MAX_GAP
+        return _multiple(SLOWDOWN * alone / self._mixed_price)
 
     def chunk(
         self, seconds: float, before: int, start: int, wanted: int, tokens_left: int, *, mixed: bool
@@ -237,6 +288,37 @@ class StepBudget:
         """What a prompt gets even where ``chunk`` is 0, so that it goes on."""
         return min(wanted, self._least, tokens_left)
 
+    def part(self, seconds: float, start: int, wanted: int, num_layers: int) -> int:
+        """Tokens from position ``start`` on of a chunk that runs a few layers at a time.
+
+        In few steps, but not so few that the chunk is small and dear; among these, so that the
+        layers fill the steps evenly.
+        """
+        best, best_rate = min(wanted, PART_TOKENS), 0.0
+        per_layer = self._part_seconds(start, best) / best / num_layers
+        for steps in range(1, num_layers + 1):
+            count = min(wanted, int(seconds / (per_layer * -(-num_layers // steps))))
+            if count < min(wanted, PART_TOKENS):
+                continue
+            if count > 2 * PART_TOKENS and best_rate:
+                break
+            if count / steps > 1.01 * best_rate:
+                best, best_rate = count, count / steps
+        return best
+
+    def part_layers(
+        self, seconds: float, start: int, count: int, left: int, num_layers: int
+    ) -> int:
+        """Layers of a chunk begun at ``start`` that fit in ``seconds``, of ``left``; at least 1."""
+        # A little more than fits, rather than a step more for the rest.
+        most = int(seconds * 1.03 / self._part_seconds(start, count) * num_layers)
+        steps = -(-left // max(most, 1))
+        return -(-left // steps)
+
+    def _part_seconds(self, start: int, count: int) -> float:
+        """Predicted time of all layers of such a chunk."""
+        return self._part_ratio * self._alone(count, attention_pairs(start, count))
+
     # Learning
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -245,12 +327,24 @@ class StepBudget:
             return
         if not work.prefill_tokens:
             self._decodes.learn(seconds, 1, work.decodes, work.context)
+            self._calm_context = work.context / max(1, work.decodes)
+        elif work.share < 1.0:
+            if work.decodes:
+                self._observe_part(work, seconds)
         elif work.decodes:
             self._observe_mixed(work, seconds)
-        elif work.prefill_tokens >= self._alone_tokens / 2:
+        elif work.prefill_tokens >= min(self._alone_tokens / 2, _SMALL):
             rest = seconds - self.decode_seconds(1, 1)
             self._alone.learn(rest, work.prefill_tokens, work.attention)
             self._alone_tokens = max(work.prefill_tokens, 0.9 * self._alone_tokens)
+
+    def _observe_part(self, work: StepWork, seconds: float) -> None:
+        predicted = work.share * self._alone(work.prefill_tokens, work.attention)
+        ratio = (seconds - self.decode_seconds(work.decodes, work.context)) / predicted
+        self._part_ratios.append(max(ratio, 0.1))
+        if self._part_ratios.maxlen == len(self._part_ratios):
+            # The median: outliers change nothing.
+            self._part_ratio += _PART_RATE * (median(self._part_ratios) - self._part_ratio)
 
     def _observe_mixed(self, work: StepWork, seconds: float) -> None:
         rest = seconds - self.decode_seconds(work.decodes, work.context)
@@ -279,12 +373,22 @@ class StepBudget:
         step = self.decode_seconds(1, 1)
         prompts = [(w, s) for w, s in measured if not w.decodes]
         most = max((w.prefill_tokens for w, _ in prompts), default=0)
-        large = [(w, s) for w, s in prompts if w.prefill_tokens >= most / 2]
-        self._alone.fit([(s - step, (w.prefill_tokens, w.attention)) for w, s in large])
+        # Of steps that took little more than a decode, most may have been the fixed part.
+        large = [
+            (w, s)
+            for w, s in prompts
+            if w.prefill_tokens == most or (w.prefill_tokens >= _SMALL and s > 2 * step)
+        ]
+        self._alone.fit([(s - step, (w.prefill_tokens, w.attention)) for w, s in large], step)
         self._alone_tokens = most
         for work, seconds in measured:
             if work.prefill_tokens and work.decodes:
                 self._observe_mixed(work, seconds)
+
+
+def _multiple(slowdown: float) -> float:
+    """Smallest step, in decode steps, that slows a prompt down by no more than that."""
+    return min(max(slowdown / (slowdown - 1), MIN_GAP), MAX_GAP) if slowdown > 1 else MAX_GAP
 
 
 def attention_pairs(start: int, count: int) -> int:

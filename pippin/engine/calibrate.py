@@ -7,10 +7,24 @@ from collections.abc import Callable
 from pippin.engine.budget import StepBudget, StepWork, attention_pairs
 from pippin.types.step import Chunk, StepPlan
 
-#: Prompt tokens of the steps without decodes; the first two warm up and are not counted.
-PROMPTS = (16, 64, 16, 64, 256, 256, 1024)
-#: Sequences of the steps that only decode.
-DECODES = (1, 1, 4, 4, 16, 16)
+#: A position far enough from the start for what attention costs to show.
+FAR = 2048
+#: Prompt tokens of the steps without decodes, and the position of the first.
+PROMPTS = (
+    (16, 0),
+    (64, 0),
+    (64, FAR),
+    (64, 0),
+    (256, 0),
+    (128, FAR),
+    (256, 0),
+    (128, FAR),
+    (1024, 0),
+)
+#: The first ones warm up and are not counted.
+_WARMUPS = 3
+#: Sequences of the steps that only decode, and the position they are at.
+DECODES = ((1, 0), (1, 0), (1, FAR), (4, 0), (1, FAR), (4, 0), (16, 0), (16, 0))
 #: Prompt tokens of the steps with a decode beside them.
 MIXED = (32, 64, 128, 64)
 
@@ -38,15 +52,22 @@ def calibrate(
     bench = _Bench(execute, min(num_blocks), len(num_blocks), block_size)
     measured: list[tuple[StepWork, float]] = []
     most = min(budget.max_tokens, bench.num_blocks * block_size)
-    for index, count in enumerate(PROMPTS):
-        if count > most or not bench.allows(count, limit_seconds):
+    room = bench.num_blocks * block_size
+    for index, (count, start) in enumerate(PROMPTS):
+        if count > most or start + count > room or not bench.allows(count, limit_seconds):
             continue
-        work = StepWork(prefill_tokens=count, attention=attention_pairs(0, count))
-        seconds = bench.run(0, count)
-        if index > 1:
-            measured.append((work, seconds))
+        work = StepWork(prefill_tokens=count, attention=attention_pairs(start, count))
+        seconds = bench.run(0, count, start)
+        if index == _WARMUPS:
+            measured.clear()
+        elif index < _WARMUPS:
+            # Compiling and clearing memory count for nothing, unless it is the machine's own pace.
+            bench.spent = min(bench.spent, seconds)
+        measured.append((work, seconds))
     most = min(max_num_seqs, budget.max_tokens, bench.num_blocks)
-    measured += [(StepWork(n, n), bench.run(n, 0)) for n in DECODES if n <= most]
+    for count, start in DECODES:
+        if count <= most and start < room:
+            measured.append((StepWork(count, count + start), bench.run(count, 0, start)))
     most = min(budget.max_tokens, bench.num_blocks * block_size) - block_size
     for count in MIXED:
         if max_num_seqs > 1 and count <= most and bench.allows(count, 2 * limit_seconds):
@@ -79,13 +100,20 @@ class _Bench:
         """Whether there is time for one more step, with so many prompt tokens."""
         return self.spent < limit and self.per_token * prompt < limit
 
-    def run(self, decodes: int, prompt: int) -> float:
-        """Run a step of one-token sequences and a prompt; returns its seconds."""
-        chunks = [Chunk(slot, 0, [0], ((slot,),) * self._num_groups, 1) for slot in range(decodes)]
-        if prompt:
-            count = -(-prompt // self._block_size)
-            table = tuple(range(decodes, decodes + count))
-            chunks.append(Chunk(decodes, 0, [0] * prompt, (table,) * self._num_groups, 1))
+    def run(self, decodes: int, prompt: int, start: int = 0) -> float:
+        """Run a step of one-token sequences and a prompt; returns its seconds.
+
+        What stands before ``start`` was never computed: it takes no less time to read. A single
+        sequence may start there.
+        """
+        chunks: list[Chunk] = []
+        used = 0
+        for slot in range(decodes + (prompt > 0)):
+            tokens = [0] * (prompt if slot == decodes else 1)
+            blocks = -(-(start + len(tokens)) // self._block_size)
+            table = tuple(range(used, used + blocks))
+            chunks.append(Chunk(slot, start, tokens, (table,) * self._num_groups, 1))
+            used += blocks
         seconds = self._send(tuple(chunks))
         self.spent += seconds
         self.per_token = seconds / (decodes + prompt)

@@ -42,6 +42,7 @@ class EngineCore:
         self._runner = runner
         self._scheduler = scheduler
         self._clock = clock
+        self._ended = 0.0
         self._refused: list[SequenceOutput] = []
         self.ready = ready
 
@@ -70,15 +71,17 @@ class EngineCore:
 
     def step(self) -> list[SequenceOutput]:
         """Run one step, if there is anything to run; returns what it added to the sequences."""
-        now = self._clock.time()
+        now, started = self._clock.time(), self._clock.monotonic()
+        busy = self._scheduler.has_running()
         outputs, self._refused = self._refused, []
         outputs += self._scheduler.expire(now)
         scheduled = self._scheduler.schedule(now)
         if scheduled is None:
             return outputs
-        started = self._clock.monotonic()
         tokens, prompt_logprobs = self._run(scheduled)
-        seconds = self._clock.monotonic() - started
+        ended = self._clock.monotonic()
+        seconds = ended - (self._ended if busy else started)
+        self._ended = ended
         outputs += self._scheduler.commit(scheduled, tokens, prompt_logprobs, seconds)
         return outputs
 
@@ -133,7 +136,8 @@ def load(config: Config, clock: Clock | None = None) -> EngineCore:
         fingerprint=info.fingerprint,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
-    budget = StepBudget(config.scheduler, config.cache.block_size)
+    splits = runner.splits_layers and info.num_layers > 1
+    budget = StepBudget(config.scheduler, config.cache.block_size, splits_layers=splits)
     calibrate(
         budget,
         lambda plan: _timed(runner, plan, clock),
@@ -141,7 +145,9 @@ def load(config: Config, clock: Clock | None = None) -> EngineCore:
         block_size=config.cache.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
     )
-    scheduler = Scheduler(config.scheduler, kv, budget, size.max_model_len)
+    scheduler = Scheduler(
+        config.scheduler, kv, budget, size.max_model_len, split_layers=info.num_layers * splits
+    )
     ready = Ready(
         pid=os.getpid(),
         model_name=_served_name(config),

@@ -16,8 +16,8 @@ from operator import attrgetter
 from pippin.backends.base import SampledToken
 from pippin.config import SchedulerConfig
 from pippin.engine.blocks import KVCacheManager
-from pippin.engine.budget import StepBudget
-from pippin.engine.sequence import Rank, Sequence, SequenceState
+from pippin.engine.budget import PART_TOKENS, StepBudget
+from pippin.engine.sequence import Part, Rank, Sequence, SequenceState
 from pippin.engine.step import PromptRows, Scheduled, StepBuilder
 from pippin.errors import ContextLengthExceeded, InvalidRequest
 from pippin.types.request import FinishReason, Logprobs, Request, SequenceOutput
@@ -45,11 +45,16 @@ class Scheduler:
         kv: KVCacheManager,
         budget: StepBudget,
         max_model_len: int,
+        *,
+        split_layers: int = 0,
     ) -> None:
+        """``split_layers``: number of layers, where the backend can run a chunk a few of them at a
+        time and there is one stage; 0 elsewhere."""
         self._config = config
         self._kv = kv
         self._budget = budget
         self._max_model_len = max_model_len
+        self._split_layers = split_layers
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -137,6 +142,9 @@ class Scheduler:
         """Whether any request has no ending yet."""
         return bool(self._sequences)
 
+    def has_running(self) -> bool:
+        return bool(self._running)
+
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self._running),
@@ -180,9 +188,9 @@ class Scheduler:
         withheld: list[Sequence] = []
         decoders = context = 0
         order = self._running.copy()
-        tokens_kept = 0
-        if len(order) > step.tokens_left:
-            tokens_kept = self._share_for_prefills(step.tokens_left)
+        tokens_kept = next((seq.part.count for seq in order if seq.part is not None), 0)
+        if len(order) > step.tokens_left - tokens_kept:
+            tokens_kept = tokens_kept or self._share_for_prefills(step.tokens_left)
             order = order[self._turn :] + order[: self._turn]
         for seq in order:
             total = len(seq.tokens)
@@ -233,15 +241,49 @@ class Scheduler:
 
     def _schedule_prefills(self, step: StepBuilder, prefills: list[Sequence]) -> bool:
         """Add chunks of running sequences' prompts. Whether the budget may have room for more."""
-        prefills.sort(key=_rank)
+        # A chunk that was begun goes on first, and has the step's prefill for itself.
+        prefills.sort(key=lambda seq: (seq.part is None, seq.rank))
         for seq in prefills:
             if seq.state is not SequenceState.RUNNING or not self._rows_left(step, seq):
                 continue
-            count = self._chunk(step, seq, seq.num_scheduled)
-            if not count:
+            count = 0
+            if seq.part is None:
+                count = self._chunk(step, seq, seq.num_scheduled)
+                if not count and not self._begin_part(step, seq):
+                    return False
+            if seq.part is not None:
+                self._take_part(step, seq)
                 return False
             self._prefill(step, seq, count)
         return True
+
+    def _begin_part(self, step: StepBuilder, seq: Sequence) -> bool:
+        """Begin a chunk that will run a few layers at a time, if the step has no prefill yet."""
+        if not self._can_split(step):
+            return False
+        start = seq.num_scheduled
+        wanted = min(
+            len(seq.tokens) - start, self._rows_left(step, seq), max(1, step.tokens_left // 2)
+        )
+        count = self._budget.part(step.seconds, start, wanted, self._split_layers)
+        count = self._back(step, seq, count)
+        if count:
+            seq.part = Part(count, 0)
+        return bool(count)
+
+    def _can_split(self, step: StepBuilder) -> bool:
+        return bool(self._split_layers) and step.mixed and not step.prefill_tokens
+
+    def _take_part(self, step: StepBuilder, seq: Sequence) -> None:
+        """Add some more layers of the chunk that was begun."""
+        assert seq.part is not None
+        left = self._split_layers - seq.part.layers
+        if step.mixed:
+            left = self._budget.part_layers(
+                step.seconds, seq.num_scheduled, seq.part.count, left, self._split_layers
+            )
+        blocks = self._kv.take_new_blocks(seq)
+        step.add_part(seq, seq.part, left, blocks, self._split_layers)
 
     def _rows_left(self, step: StepBuilder, seq: Sequence) -> int:
         """Most tokens of ``seq`` in this step as far as rows of logits go."""
@@ -250,25 +292,37 @@ class Scheduler:
         return len(seq.tokens)
 
     def _chunk(self, step: StepBuilder, seq: Sequence, start: int) -> int:
-        """Tokens from ``start`` on that the budget allows; the first prompt always gets some."""
+        """Tokens from ``start`` on that the budget allows; the first prompt always gets some.
+
+        0 for it too where a chunk is so small that it is better to take more, a few layers at a
+        time (``_begin_part``)."""
         wanted = min(len(seq.tokens) - start, self._rows_left(step, seq))
         before, left = step.prefill_tokens, step.tokens_left
         count = self._budget.chunk(step.seconds, before, start, wanted, left, mixed=step.mixed)
-        if not count and not before:
-            count = self._budget.least_chunk(wanted, left)
+        if not before:
+            if self._split_layers and step.mixed and count < min(wanted, left, PART_TOKENS):
+                return 0
+            if not count:
+                count = self._budget.least_chunk(wanted, left)
         return count
 
-    def _prefill(self, step: StepBuilder, seq: Sequence, count: int) -> None:
-        """Add a chunk of ``count`` tokens, or of as many as there are blocks for."""
+    def _back(self, step: StepBuilder, seq: Sequence, count: int) -> int:
+        """See to blocks for the next ``count`` tokens; returns for how many there are some."""
         enough = min(count, self._kv.block_size)
         while (backed := self._kv.backed(seq)) < enough:
             if not self._preempt_behind(seq, step):
                 break
-        count = min(count, backed)
-        if count <= 0:
+        count = max(0, min(count, backed))
+        if count:
+            self._kv.extend(seq, seq.num_scheduled + count)
+        return count
+
+    def _prefill(self, step: StepBuilder, seq: Sequence, count: int) -> None:
+        """Add a chunk of ``count`` tokens, or of as many as there are blocks for."""
+        count = self._back(step, seq, count)
+        if not count:
             return
         start = seq.num_scheduled
-        self._kv.extend(seq, start + count)
         step.seconds -= self._budget.prefill_seconds(
             step.prefill_tokens, start, count, mixed=step.mixed
         )
@@ -294,7 +348,8 @@ class Scheduler:
                 passed += 1
                 continue
             count = self._chunk(step, seq, hit * self._kv.block_size)
-            if not count or not self._kv.admit(seq, hit, headroom=len(self._running)):
+            whole = count or not self._can_split(step)
+            if (whole and not count) or not self._kv.admit(seq, hit, headroom=len(self._running)):
                 return
             del self._waiting[passed]
             insort(self._running, seq, key=_rank)
@@ -303,6 +358,10 @@ class Scheduler:
             if seq.first_scheduled is None:
                 seq.first_scheduled = now
                 seq.num_cached_tokens = min(seq.num_computed, seq.num_prompt)
+            if not count:
+                if self._begin_part(step, seq):
+                    self._take_part(step, seq)
+                return
             self._prefill(step, seq, count)
 
     def _new_slot(self) -> int:
@@ -364,6 +423,8 @@ class Scheduler:
                 if not seq.in_flight:
                     self._ended_in_flight.remove(seq)
                     self._release(seq)
+                continue
+            if chunk.layers is not None and chunk.layers[1] < self._split_layers:
                 continue
             end = chunk.start + len(chunk.token_ids)
             seq.num_computed = end

@@ -21,6 +21,16 @@ class SequenceState(Enum):
 Rank = tuple[int, float, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A chunk that runs a few layers at a time."""
+
+    count: int
+    """Tokens."""
+    layers: int
+    """Scheduled so far."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """What the scheduler and the block manager know of a request.
@@ -47,6 +57,8 @@ class Sequence:
     num_computed: int = 0
     in_flight: int = 0
     """Plans in flight that hold a chunk of it."""
+    part: Part | None = None
+    """A chunk behind ``num_scheduled`` of which some layers were scheduled."""
 
     # Set by KVCacheManager.
     tables: list[list[int]] = field(init=False)
@@ -92,6 +104,7 @@ class Sequence:
         self.slot = -1
         self.entered = False
         self.num_scheduled = self.num_computed = self.in_flight = 0
+        self.part = None
         self.tables = [[] for _ in range(self.num_groups)]
         self.num_sent = [0] * self.num_groups
         self.num_left = [0] * self.num_groups

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pippin.backends.base import SampleRow
 from pippin.engine.budget import StepWork, attention_pairs
-from pippin.engine.sequence import Sequence
+from pippin.engine.sequence import Part, Sequence
 from pippin.types.step import Chunk, StepPlan
 
 
@@ -52,6 +52,7 @@ class StepBuilder:
         self.num_prompt_rows = 0
         self.prefill_tokens = 0
         self._attention = 0
+        self._share = 1.0
         self._decodes = 0
         self._context = 0
         self._chunks: list[Chunk] = []
@@ -82,12 +83,45 @@ class StepBuilder:
     ) -> None:
         """Take the next ``count`` tokens of a sequence."""
         start = seq.num_scheduled
+        seq.num_scheduled = start + count
+        self._add_chunk(seq, start, count, new_blocks)
+
+    def add_part(
+        self,
+        seq: Sequence,
+        part: Part,
+        layers: int,
+        new_blocks: tuple[tuple[int, ...], ...],
+        num_layers: int,
+    ) -> None:
+        """Take some more ``layers`` of ``part``; the step must have no other prefill."""
+        assert not self.prefill_tokens
+        start, last = seq.num_scheduled, part.layers + layers
+        self._share = layers / num_layers
+        if last == num_layers:
+            seq.num_scheduled = start + part.count
+            seq.part = None
+        else:
+            seq.part = Part(part.count, last)
+        self._add_chunk(seq, start, part.count, new_blocks, (part.layers, last))
+
+    def _add_chunk(
+        self,
+        seq: Sequence,
+        start: int,
+        count: int,
+        new_blocks: tuple[tuple[int, ...], ...],
+        layers: tuple[int, int] | None = None,
+    ) -> None:
         end = start + count
-        num_logits = self._score_prompt(seq, start, end)
-        if end == len(seq.tokens) and seq.wants_token:
-            num_logits = max(num_logits, 1)
-            self._rows.append(SampleRow(self.num_rows + num_logits - 1, seq.slot, end))
-        self._chunks.append(Chunk(seq.slot, start, seq.tokens[start:end], new_blocks, num_logits))
+        num_logits = 0
+        if seq.num_scheduled == end:
+            num_logits = self._score_prompt(seq, start, end)
+            if end == len(seq.tokens) and seq.wants_token:
+                num_logits = max(num_logits, 1)
+                self._rows.append(SampleRow(self.num_rows + num_logits - 1, seq.slot, end))
+        tokens = seq.tokens[start:end]
+        self._chunks.append(Chunk(seq.slot, start, tokens, new_blocks, num_logits, layers))
         self._sequences.append(seq)
         if not seq.entered:
             seq.entered = True
@@ -96,7 +130,6 @@ class StepBuilder:
         self.prefill_tokens += count
         self._attention += attention_pairs(start, count)
         self.tokens_left -= count
-        seq.num_scheduled = end
         seq.in_flight += 1
 
     def _score_prompt(self, seq: Sequence, start: int, end: int) -> int:
@@ -124,5 +157,7 @@ class StepBuilder:
             rows=tuple(self._rows),
             prompt_rows=tuple(self._prompt_rows),
             sequences=tuple(self._sequences),
-            work=StepWork(self._decodes, self._context, self.prefill_tokens, self._attention),
+            work=StepWork(
+                self._decodes, self._context, self.prefill_tokens, self._attention, self._share
+            ),
         )

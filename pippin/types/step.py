@@ -24,6 +24,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     num_logits: int
     """Rows of logits wanted, counted from the chunk's last token backwards: 0 inside a prompt,
     1 when a token is sampled, more for prompt logprobs."""
+    layers: tuple[int, int] | None = None
+    """Layers [first, last) only; None for all. A chunk that runs a few layers at a time stands in
+    consecutive plans, the last of its chunks, with the same tokens, until its last layer: the stage
+    keeps its hidden states in between. Block tables grow in the first of these plans."""
 
     @property
     def end(self) -> int:

@@ -15,6 +15,7 @@ from pippin.backends.base import SampledToken
 from pippin.config import SchedulerConfig
 from pippin.engine.blocks import KVCacheManager
 from pippin.engine.budget import (
+    DELIVERY_SECONDS,
     IDLE_SECONDS,
     MAX_GAP,
     MAX_TOKENS,
@@ -69,8 +70,10 @@ MACHINES = [additive, roofline, accelerator, quick_decode, huge]
 def _work(plan: StepPlan) -> StepWork:
     prompts = [len(chunk.token_ids) for chunk in plan.chunks if len(chunk.token_ids) > 1]
     decodes = len(plan.chunks) - len(prompts)
-    pairs = sum(attention_pairs(0, count) for count in prompts)
-    return StepWork(decodes, decodes, sum(prompts), pairs)
+    chunks = [chunk for chunk in plan.chunks if len(chunk.token_ids) > 1]
+    pairs = sum(attention_pairs(chunk.start, len(chunk.token_ids)) for chunk in chunks)
+    context = sum(chunk.end for chunk in plan.chunks if len(chunk.token_ids) == 1)
+    return StepWork(decodes, context, sum(prompts), pairs)
 
 
 class Simulation:
@@ -114,7 +117,7 @@ class Simulation:
         scheduled = self.scheduler.schedule(self.now)
         assert scheduled is not None
         seconds = self.seconds(scheduled.work)
-        self.now += seconds
+        self.now += seconds + DELIVERY_SECONDS
         tokens = {row.seq: SampledToken(5) for row in scheduled.rows}
         for output in self.scheduler.commit(scheduled, tokens, {}, seconds):
             self.times[output.request_id] += [self.now] * len(output.token_ids)

@@ -54,8 +54,14 @@ def machine(work: StepWork) -> float:
 
 def execute(plan: StepPlan) -> float:
     prompt = sum(len(chunk.token_ids) for chunk in plan.chunks if len(chunk.token_ids) > 1)
-    decodes = sum(len(chunk.token_ids) == 1 for chunk in plan.chunks)
-    return machine(StepWork(decodes, decodes, prompt, attention_pairs(0, prompt)))
+    decodes = [chunk for chunk in plan.chunks if len(chunk.token_ids) == 1]
+    pairs = sum(
+        attention_pairs(chunk.start, len(chunk.token_ids))
+        for chunk in plan.chunks
+        if len(chunk.token_ids) > 1
+    )
+    context = sum(chunk.end for chunk in decodes)
+    return machine(StepWork(len(decodes), context, prompt, pairs))
 
 
 def test_a_budget_learns_a_machine() -> None:
@@ -80,5 +86,5 @@ def test_a_slow_machine_is_not_kept_busy_for_long() -> None:
         max_num_seqs=64,
     )
     prompts = [work.prefill_tokens for work, _ in measured if not work.decodes]
-    assert max(prompts, default=0) < max(PROMPTS)
+    assert max(prompts, default=0) < max(count for count, _ in PROMPTS)
     assert sum(seconds for work, seconds in measured if work.prefill_tokens) < 4 * LIMIT_SECONDS

@@ -136,20 +136,24 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan) -> Batch:
         self._tables.apply(plan)
+        return self.batch(plan.chunks)
+
+    def batch(self, chunks: Sequence[Chunk]) -> Batch:
+        """Of some chunks of the plan that was built last."""
         ids: list[int] = []
         lengths = []
         wanted: list[int] = []
-        for chunk in plan.chunks:
+        for chunk in chunks:
             first = len(ids)
             ids.extend(chunk.token_ids)
             lengths.append((first, len(ids), chunk.end))
             wanted.extend(range(len(ids) - chunk.num_logits, len(ids)))
-        positions = np.concatenate([np.arange(c.start, c.end) for c in plan.chunks])
+        positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
         return Batch(
             token_ids=self._tensor(np.array(ids, dtype=np.int64)),
             positions=self._tensor(positions),
             lengths=tuple(lengths),
-            groups=tuple(self._group(plan.chunks, group) for group in range(len(self._windows))),
+            groups=tuple(self._group(chunks, group) for group in range(len(self._windows))),
             wanted=self._rows(wanted) if wanted else None,
         )
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import math
+import mmap
+
 import torch
+
+
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14; the mmap module does not name it."""
 
 
 class Scratch:
@@ -48,7 +56,7 @@ class Pool:
         scratch: Scratch,
     ) -> None:
         # Zeros: padding of a gathered batch is read (and masked), so it must be finite.
-        self.data = torch.zeros(heads, num_blocks, block_size, width, dtype=dtype, device=device)
+        self.data = _zeros((heads, num_blocks, block_size, width), dtype, device)
         self.slots = self.data.view(heads, num_blocks * block_size, width)
         self.block_size = block_size
         self._scratch = scratch
@@ -74,3 +82,27 @@ class Pool:
         out = self._scratch.like(self.data, (heads, len(blocks), size, width))
         torch.index_select(self.data, 1, blocks, out=out)
         return out.view(heads, -1, width)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As ``torch.zeros``; on the CPU under Linux in huge pages, all made at once.
+
+    Faster to make, and no step has to wait for the system to clear memory later. Source:
+    madvise(2), MADV_HUGEPAGE and MADV_POPULATE_WRITE.
+    Raises ``RuntimeError`` where memory does not suffice, as torch does.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(f"{size} bytes: {error}") from error
+    for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+        try:
+            memory.madvise(advice)
+        except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise RuntimeError(f"{size} bytes: {error}") from error
+            # An older kernel: small pages, made when first written.
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

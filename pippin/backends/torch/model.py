@@ -37,6 +37,17 @@ SUPPORTED = (
 _EMBEDDING = "model.embed_tokens.weight"
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The last rows of a batch, which run through layers [first, last) only."""
+
+    count: int
+    first: int
+    last: int
+    hidden: torch.Tensor | None
+    """[count, hidden_size] behind layer ``first``; None at the first layer."""
+
+
 @dataclass(slots=True)
 class StageModel:
     """Layers [first, last) with the embedding on the first stage and the head on the last."""
@@ -72,20 +83,57 @@ class StageModel:
     def forward(self, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor | None:
         """Logits [rows, vocab] of the wanted rows on the last stage (None where no row is wanted),
         the residual stream [T, hidden_size] on others."""
-        if self.embedding is not None:
-            hidden = nn.functional.embedding(batch.token_ids, self.embedding)
-            if self.embedding_scale is not None:
-                hidden = hidden * self.embedding_scale
-        assert hidden is not None
+        if hidden is None:
+            hidden = self._embed(batch)
+        self._rotate(batch)
+        if self.head is None or self.norm is None:
+            return self._run(hidden, batch, 0, len(self.layers))
+        return self._finish(self._run(hidden, batch, 0, len(self.layers) - 1), batch)
+
+    def forward_part(
+        self, batch: Batch | None, joint: Batch, part: Part
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """As ``forward``, where the last rows of ``joint`` run through some of the layers only.
+
+        ``batch`` is the step without them (None where it is empty). Returns the logits, and the
+        hidden states of those rows where layers are left. Only for a stage with all layers.
+        """
+        rows = part.hidden
+        if rows is None:
+            rows = self._embed(joint)[-part.count :]
+        count, end = len(self.layers), part.last
+        self._rotate(joint)
+        if batch is None:
+            if end == count:
+                return self._finish(self._run(rows, joint, part.first, end - 1), joint), None
+            return None, self._run(rows, joint, part.first, end)
+        self._rotate(batch)
+        hidden = self._run(self._embed(batch), batch, 0, part.first)
+        hidden = torch.cat((hidden, rows))
+        if end == count:
+            return self._finish(self._run(hidden, joint, part.first, end - 1), joint), None
+        hidden = self._run(hidden, joint, part.first, end)
+        hidden, rows = hidden[: -part.count], hidden[-part.count :].clone()
+        return self._finish(self._run(hidden, batch, end, count - 1), batch), rows
+
+    def _embed(self, batch: Batch) -> torch.Tensor:
+        assert self.embedding is not None
+        hidden = nn.functional.embedding(batch.token_ids, self.embedding)
+        return hidden if self.embedding_scale is None else hidden * self.embedding_scale
+
+    def _rotate(self, batch: Batch) -> None:
         for rope in self.ropes:
             batch.rotations.append(rope.rotation(batch))
-        if self.head is None or self.norm is None:
-            for layer in self.layers:
-                hidden = layer(hidden, batch)
-            return hidden
-        wanted: torch.Tensor | slice = slice(0, 0) if batch.wanted is None else batch.wanted
-        for layer in self.layers[:-1]:
+
+    def _run(self, hidden: torch.Tensor, batch: Batch, first: int, last: int) -> torch.Tensor:
+        for layer in self.layers[first:last]:
             hidden = layer(hidden, batch)
+        return hidden
+
+    def _finish(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+        """The last layer and the head, for the wanted rows."""
+        assert self.head is not None and self.norm is not None
+        wanted: torch.Tensor | slice = slice(0, 0) if batch.wanted is None else batch.wanted
         hidden = self.layers[-1](hidden, batch, wanted)
         if batch.wanted is None:
             return None

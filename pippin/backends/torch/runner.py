@@ -11,9 +11,9 @@ import torch
 
 from pippin.backends.base import HiddenStates
 from pippin.backends.description import read_config
-from pippin.backends.torch.batch import BatchBuilder
+from pippin.backends.torch.batch import Batch, BatchBuilder
 from pippin.backends.torch.device import DeviceChoice, choose_device, dtype_name, free_memory
-from pippin.backends.torch.model import SUPPORTED, StageModel, build, count_parameters
+from pippin.backends.torch.model import SUPPORTED, Part, StageModel, build, count_parameters
 from pippin.backends.torch.native.build import NoKernels
 from pippin.backends.torch.native.ops import Kernels
 from pippin.backends.torch.precision import choose_precision
@@ -25,7 +25,7 @@ from pippin.errors import OutOfMemory
 from pippin.models.checkpoint import Checkpoint, open_checkpoint
 from pippin.models.files import ModelFiles
 from pippin.types.model import ModelInfo
-from pippin.types.step import StepPlan
+from pippin.types.step import Chunk, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ class TorchRunner:
         self._device = choice.device
         self._cache = cache
         self._builder: BatchBuilder | None = None
+        self._parts: dict[int, torch.Tensor] = {}
+        """Hidden states of chunks of which some layers are done, by sequence."""
+        self.splits_layers = model.embedding is not None and model.head is not None
         self.sampler = TorchSampler(info.vocab_size, choice.device)
 
     def available_kv_bytes(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
@@ -109,11 +112,31 @@ class TorchRunner:
         if not plan.chunks:
             self._builder.forget(plan)
             return None
+        for seq in plan.freed:
+            self._parts.pop(seq, None)
+        batch = self._builder.build(plan)
+        if plan.chunks[-1].layers is not None:
+            return self._execute_part(plan.chunks, batch)
         given = None if hidden is None else self._from_wire(hidden)
-        result = self._model.forward(self._builder.build(plan), given)
+        result = self._model.forward(batch, given)
         if self._model.head is not None or result is None:
             return result
         return _to_wire(result)
+
+    def _execute_part(self, chunks: Sequence[Chunk], joint: Batch) -> torch.Tensor | None:
+        """A step whose last chunk runs through some of the layers only."""
+        assert self._builder is not None
+        chunk = chunks[-1]
+        assert chunk.layers is not None
+        first, last = chunk.layers
+        # A chunk that was begun must be there: a KeyError would be the scheduler's fault.
+        kept = self._parts.pop(chunk.seq) if first else None
+        batch = self._builder.batch(chunks[:-1]) if len(chunks) > 1 else None
+        part = Part(len(chunk.token_ids), first, last, kept)
+        logits, rest = self._model.forward_part(batch, joint, part)
+        if rest is not None:
+            self._parts[chunk.seq] = rest
+        return logits
 
     def _from_wire(self, hidden: HiddenStates) -> torch.Tensor:
         """[T, hidden_size] in the stage's dtype, on its device. A copy: layers write into it, and
@@ -164,7 +187,9 @@ class TorchRunner:
         """What a stage before this one would send."""
         if self._model.embedding is not None:
             return None
-        return _to_wire(torch.zeros(plan.num_tokens, self.info.hidden_size, dtype=self._model.dtype))
+        return _to_wire(
+            torch.zeros(plan.num_tokens, self.info.hidden_size, dtype=self._model.dtype)
+        )
 
     def _allocated(self) -> int:
         if self._device.type == "cuda":

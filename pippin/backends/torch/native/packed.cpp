@@ -95,7 +95,7 @@ static void fused(const Packed& w, int64_t block, const float* x, const float* x
                     high = load_bytes(source + LANES);
                 }
                 const vf w0 = to_float(low), w1 = to_float(high);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                 for (int m = 0; m < M; m++) {
                     const float value = inputs[m * w.inputs + k + c];
                     products[m][0][c] += w0 * value;
@@ -104,7 +104,7 @@ static void fused(const Packed& w, int64_t block, const float* x, const float* x
             }
         const vf s0 = load(scales), s1 = load(scales + LANES);
         const vf b0 = load(biases), b1 = load(biases + LANES);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             if (CHAINS == 2) {
                 products[m][0][0] += products[m][0][CHAINS - 1];
@@ -115,7 +115,7 @@ static void fused(const Packed& w, int64_t block, const float* x, const float* x
             sums[m][1] += products[m][1][0] * s1 + b1 * sum;
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
         store(acc + m * BLOCK, sums[m][0]);
         store(acc + m * BLOCK + LANES, sums[m][1]);
@@ -124,11 +124,19 @@ static void fused(const Packed& w, int64_t block, const float* x, const float* x
 
 typedef void (*Fused)(const Packed&, int64_t, const float*, const float*, float*);
 
-static const int FEW = 6;         // most rows of the fused product
-static const int FEW_LIMIT = 12;  // rows up to which it is repeated
+static const int FEW = ROWS;           // most rows of the fused product
+static const int FEW_LIMIT = 2 * FEW;  // rows up to which it is repeated
 static const Fused FUSED[2][FEW + 1] = {
-    {nullptr, fused<1, 4>, fused<2, 4>, fused<3, 4>, fused<4, 4>, fused<5, 4>, fused<6, 4>},
-    {nullptr, fused<1, 8>, fused<2, 8>, fused<3, 8>, fused<4, 8>, fused<5, 8>, fused<6, 8>},
+    {nullptr, fused<1, 4>, fused<2, 4>, fused<3, 4>, fused<4, 4>, fused<5, 4>, fused<6, 4>,
+#if LANES == 16
+     fused<7, 4>, fused<8, 4>, fused<9, 4>, fused<10, 4>, fused<11, 4>, fused<12, 4>,
+#endif
+    },
+    {nullptr, fused<1, 8>, fused<2, 8>, fused<3, 8>, fused<4, 8>, fused<5, 8>, fused<6, 8>,
+#if LANES == 16
+     fused<7, 8>, fused<8, 8>, fused<9, 8>, fused<10, 8>, fused<11, 8>, fused<12, 8>,
+#endif
+    },
 };
 
 template <class T>
