@@ -47,10 +47,11 @@ def num_groups(
 
     most = min(shape.stages + MOST_EXTRA, sequences)
     times = {groups: round_time(groups) for groups in range(1, most + 1)}
-    best = min(times, key=lambda groups: (times[groups], groups))
-    if before in times and times[before] * (1 - _WORTH) <= times[best]:
+    best = min(times.values())
+    if before in times and times[before] * (1 - _WORTH) <= best:
         return before
-    return best
+    # Of nearly equal ones the fewest: what a plan costs the leader is not in ``seconds``.
+    return min(groups for groups, time in times.items() if time <= best * (1 + _WORTH / 2))
 
 
 def num_plans(shape: PipelineShape, groups: int, step: float) -> int:

@@ -35,6 +35,9 @@ from pippin.types.step import StepPlan
 #: Loading takes as long as it takes; what fails says so earlier.
 LOAD_TIMEOUT_S = 3600.0
 
+#: Seconds that a stop may take to go round: a stage finishes its step first.
+_STOP_WAIT_S = 2.0
+
 #: Seconds between two looks at whether the processes that load still live.
 _WATCH_S = 0.2
 
@@ -162,8 +165,14 @@ class Pipeline:
         self._delays[report.stage] = report.delay if report.stage else 0.0
 
     def close(self, reason: str = "the leader leaves") -> None:
+        """Have the other stages end; waits a moment until the word has gone round."""
         with contextlib.suppress(LinkError):
             self._to_first.send(Stop(reason))
+            deadline = time.monotonic() + _STOP_WAIT_S
+            while (left := deadline - time.monotonic()) > 0:
+                message = self._from_last.receive(left)
+                if message is None or isinstance(message, Stop):
+                    break
         self._to_first.close()
         self._from_last.close()
         self.wake.close()

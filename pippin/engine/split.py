@@ -34,7 +34,7 @@ def layer_counts(num_layers: int, stages: int, head_layers: float) -> tuple[int,
         rest = num_layers - last
         return max(last + head_layers, -(-rest // (stages - 1)))
 
-    # Of equally good ones the most even: the leader has little to spare.
+    # Of equally good ones the one with least for the leader, whose work varies most.
     last = min(range(1, num_layers - stages + 2), key=lambda n: (slowest(n), n))
     rest = num_layers - last
     small, larger = divmod(rest, stages - 1)

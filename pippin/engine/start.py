@@ -58,7 +58,7 @@ def start(config: Config, clock: Clock | None = None) -> EngineCore:
     else:
         stages, spec = _start_ranks(config, backend, files)
     try:
-        return _assemble(config, stages, spec, f"{why}; {stages.runner.reason}", started, clock)
+        return assemble(config, stages, spec, f"{why}; {stages.runner.reason}", started, clock)
     except BaseException as error:
         stages.close("the leader could not start")
         if isinstance(error, LinkError):
@@ -66,7 +66,7 @@ def start(config: Config, clock: Clock | None = None) -> EngineCore:
         raise
 
 
-def _assemble(
+def assemble(
     config: Config, stages: Stages, spec: StageSpec, reason: str, started: float, clock: Clock
 ) -> EngineCore:
     runner, info = stages.runner, stages.runner.info
