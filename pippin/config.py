@@ -78,10 +78,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    pipeline_split: tuple[int, ...] | None = None
+    """Layers of each stage; None: balanced by what they cost."""
     data_parallel_size: int = 1
     distributed_executor_backend: Literal["uni", "mp", "ray"] | None = None
     cpus_per_rank: int | None = None
-    """Compute threads of a stage on CPU; None: all cores this process may use."""
+    """Cores and compute threads of a rank on CPU; None: an equal share of the cores this process
+    may use."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,8 +122,26 @@ def _check(config: Config) -> None:
     ):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
+    _check_split(config.parallel)
     if not 0 <= config.server.port <= 65535:
         raise ConfigError(f"port must be in [0, 65535], got {config.server.port}")
+
+
+def _check_split(parallel: ParallelConfig) -> None:
+    split, stages = parallel.pipeline_split, parallel.pipeline_parallel_size
+    if split is None:
+        return
+    written = ",".join(map(str, split))
+    if len(split) != stages:
+        raise ConfigError(
+            f"--pipeline-split {written} names {len(split)} stages, there are {stages}",
+            hint=f"--pipeline-parallel-size {len(split)} --pipeline-split {written}",
+        )
+    if min(split) < 1:
+        raise ConfigError(
+            f"--pipeline-split {written}: each stage needs at least one layer",
+            hint="leave it out: the layers are balanced then",
+        )
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -46,6 +46,13 @@ def _dtype(text: str) -> str:
     return {"half": "float16", "float": "float32"}.get(text, text)
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError("expected layers a stage, such as 17,13") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One name and where it goes."""
@@ -161,20 +168,21 @@ OPTIONS: tuple[Option, ...] = (
            "Devices that share each layer.", short="-tp"),
     Option("pipeline_parallel_size", "parallel", "pipeline_parallel_size", "Parallelism",
            "Stages the layers are cut into.", short="-pp"),
+    Option("pipeline_split", "parallel", "pipeline_split", "Parallelism",
+           "Layers of each stage (17,13); default: balanced by what they cost.", parse=_counts),
     Option("data_parallel_size", "parallel", "data_parallel_size", "Parallelism",
            "Copies of the model.", short="-dp"),
     Option("distributed_executor_backend", "parallel", "distributed_executor_backend",
            "Parallelism",
-           "How the engine's processes are started."),
+           "How the engine's processes are started: uni (one), mp (one a rank, on this machine)."),
     Option("cpus_per_rank", "parallel", "cpus_per_rank", "Parallelism",
-           "Compute threads on CPU; default: all cores this process may use."),
+           "Cores and threads of a rank on CPU; default: an equal share of all."),
 )  # fmt: skip
 
 BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
 
 #: Names of the design that nothing answers yet; a value that would change what happens is refused.
 LATER: Mapping[str, str] = {
-    "pipeline_split": "a pipeline over several stages",
     "plan": "running a saved plan",
     "transport": "the choice of a transport",
     "replicas_per_device": "several replicas",
@@ -242,16 +250,23 @@ def _model(value: Any, written: str) -> str:
 
 def _refuse_parallel(made: config.Config, origin: Callable[[str], str]) -> None:
     parallel = made.parallel
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        size = getattr(parallel, name)
-        if size > 1:
-            raise ConfigError(
-                f"{origin(name)} {size}: running on several devices comes with a later release",
-                hint=f"leave {origin(name)} out: one process runs the whole model",
-            )
-    executor = parallel.distributed_executor_backend
-    if executor not in (None, "uni"):
+    if parallel.data_parallel_size > 1:
         raise ConfigError(
-            f"{origin('distributed_executor_backend')} {executor}: comes with a later release",
-            hint="use uni, or leave it out",
+            f"{origin('data_parallel_size')} {parallel.data_parallel_size}: several replicas come"
+            " with a later release",
+            hint=f"leave {origin('data_parallel_size')} out",
+        )
+    executor = parallel.distributed_executor_backend
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if executor == "ray":
+        raise ConfigError(
+            f"{origin('distributed_executor_backend')} ray: comes with a later release",
+            hint="use mp for several processes on this machine",
+        )
+    if executor == "uni" and ranks > 1:
+        raise ConfigError(
+            f"{origin('distributed_executor_backend')} uni is one process, but"
+            f" {parallel.pipeline_parallel_size} stages of {parallel.tensor_parallel_size} ranks"
+            f" are {ranks}",
+            hint="use mp, or leave it out",
         )

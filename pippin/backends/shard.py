@@ -23,8 +23,9 @@ from typing import Any
 from pippin.backends.description import is_latent
 from pippin.errors import ConfigError
 
-#: Columns that dense weights are cut at where equal parts are no multiples: vectors stay whole.
-_GRAIN = 16
+#: Multiples that dense weights are cut at, the better first: vectors of kernels stay whole, and
+#: rows begin where grouped products want them to (16 bytes).
+_GRAINS = (16, 8)
 #: Rows of the vocabulary that stay together.
 _VOCAB_GRAIN = 64
 #: Embeddings up to so many bytes stand whole on every rank, which saves a sum over the group.
@@ -181,6 +182,13 @@ def _problem(sizes: Sizes, size: int) -> str | None:
 
 
 def _grain(width: int, size: int, unit: int) -> int:
-    if width % (size * unit) == 0 or unit > 1:
+    """What the columns of an intermediate are cut at: for equal parts where that can be."""
+    if unit > 1:
         return unit
-    return _GRAIN if width % _GRAIN == 0 and width >= 2 * _GRAIN * size else 1
+    for grain in _GRAINS:
+        if width % (grain * size) == 0:
+            return grain
+    for grain in _GRAINS:
+        if width % grain == 0 and width >= 2 * grain * size:
+            return grain
+    return 1 if width % _GRAINS[-1] else _GRAINS[-1]

@@ -40,8 +40,8 @@ SLOWDOWN = 1.35
 MAX_GAP = 3.7
 MIN_GAP = 2.0
 
-#: What passes between two tokens beside the step: their way to the client.
-DELIVERY_SECONDS = 0.0008
+#: What passes between two tokens beside the step: the engine's loop, their way to the client.
+DELIVERY_SECONDS = 0.001
 
 #: Nobody sees a gap this short (seconds): a step may take it if that is not above ``MAX_GAP``.
 FLOOR_SECONDS = 0.025
@@ -185,7 +185,7 @@ class StepBudget:
         self._least = max(1, block_size // 2)
         self._step_seconds = config.step_time_ms and config.step_time_ms / 1000
         self._decodes = _Linear(start.step, start.per_sequence, start.per_context)
-        self._calm_context = math.inf
+        self._calm_context = 1e12
         """Mean context of sequences in the last step that only decoded."""
         self._alone = _Linear(start.per_token, start.per_pair)
         self._splits_layers = splits_layers
@@ -240,7 +240,8 @@ class StepBudget:
         if self._step_seconds is not None:
             return self._step_seconds - decode
         # What streams had before a prompt came, not what they come to have meanwhile.
-        calm = self.decode_seconds(sequences, min(context, self._calm_context * sequences))
+        calm_context = min(context, int(self._calm_context * sequences))
+        calm = self.decode_seconds(sequences, calm_context)
         calm += DELIVERY_SECONDS
         longest = max(self._gap() * calm, min(FLOOR_SECONDS, MAX_GAP * calm))
         return longest - DELIVERY_SECONDS - decode

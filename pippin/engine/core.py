@@ -1,4 +1,4 @@
-"""The leader's engine: schedule a step, run it, sample, commit.
+"""The leader's engine: schedule steps, keep the pipeline full, run its own stage, sample, commit.
 
 Used from one thread. Processes, sockets and text live elsewhere (``engine.process``, ``server``).
 """
@@ -6,58 +6,122 @@ Used from one thread. Processes, sockets and text live elsewhere (``engine.proce
 from __future__ import annotations
 
 import logging
-import os
-import platform
-import sys
-from collections.abc import Mapping
-from importlib import import_module
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from pippin.backends.base import SampledToken, StageRunner
-from pippin.clock import Clock, SystemClock
-from pippin.config import Config, environment
-from pippin.engine.blocks import KVCacheManager
-from pippin.engine.budget import MAX_TOKENS, StepBudget
-from pippin.engine.calibrate import calibrate
+import msgspec
+
+from pippin.backends.base import HiddenStates, SampledToken, StageRunner
+from pippin.clock import Clock
+from pippin.config import Config
+from pippin.engine.backend import choose_backend
+from pippin.engine.busy import BusyMeter
+from pippin.engine.depth import PipelineShape
+from pippin.engine.followers import Followers
+from pippin.engine.pipeline import Pipeline
 from pippin.engine.scheduler import Scheduled, Scheduler
-from pippin.engine.sizing import KVSize, size_kv
-from pippin.errors import ConfigError, OutOfMemory, RequestError
-from pippin.models.files import ModelFiles, resolve
+from pippin.errors import LinkError, PeerLost, PippinError, RequestError
 from pippin.types.message import Ready
 from pippin.types.request import FinishReason, Logprobs, Request, SequenceOutput
 from pippin.types.step import SchedulerStats, StepPlan
 
+__all__ = ["EngineCore", "Stages", "choose_backend", "load"]
+
 logger = logging.getLogger(__name__)
 
-#: Packages that a backend needs and an installation may lack.
-_LIBRARIES = {"torch": ("torch",), "mlx": ("mlx", "mlx_lm", "mlx.core", "mlx.nn")}
+#: A step may take so many seconds, and so many times what the slowest one took, before the stage
+#: that has it counts as lost. Peers that are silent are found sooner, by their links.
+STEP_DEADLINE_S = 30.0
+STEP_DEADLINE_TIMES = 20.0
+
+#: Steps between two looks at how long the links take.
+_LOOK_AT_LINKS = 32
+
+
+@dataclass(slots=True)
+class Stages:
+    """The leader's stage and what it has to do with others."""
+
+    runner: StageRunner
+    pipeline: Pipeline | None = None
+    """The stages before this one, None where it is the only one."""
+    followers: Followers = field(default_factory=Followers)
+    """The other ranks of this stage."""
+    describe_loss: Callable[[LinkError], PippinError] = lambda error: error
+    """What the parent of the other processes knows of a lost one."""
+    close_others: Callable[[], None] = lambda: None
+
+    @property
+    def count(self) -> int:
+        return 1 if self.pipeline is None else self.pipeline.num_stages
+
+    def run(self, plan: StepPlan, hidden: HiddenStates | None) -> Any:
+        """Execute a plan in the leader's stage; returns logits."""
+        self.followers.run(plan, hidden)
+        return self.runner.execute(plan, hidden)
+
+    def timed(self, plan: StepPlan, clock: Clock) -> float:
+        """Run one plan through all stages; returns the seconds of the slowest."""
+        hidden, slowest = None, 0.0
+        if self.pipeline is not None:
+            self.pipeline.send(plan)
+            if plan.chunks:
+                received = self.pipeline.receive(plan.step, None)
+                assert received is not None
+                hidden, slowest = received
+        started = clock.monotonic()
+        self.run(plan, hidden)
+        self.runner.synchronize()
+        return max(slowest, clock.monotonic() - started)
+
+    def close(self, reason: str) -> None:
+        """Stop the others and free this stage."""
+        if self.pipeline is not None:
+            self.pipeline.close(reason)
+        try:
+            self.followers.stop(reason)
+        except LinkError as error:
+            logger.debug("a rank was gone already: %s", error.message)
+        self.runner.close()
+        self.followers.close()
+        self.close_others()
 
 
 class EngineCore:
     """One replica of one model."""
 
-    def __init__(
-        self, runner: StageRunner, scheduler: Scheduler, ready: Ready, clock: Clock
-    ) -> None:
-        self._runner = runner
+    def __init__(self, stages: Stages, scheduler: Scheduler, ready: Ready, clock: Clock) -> None:
+        self._stages = stages
         self._scheduler = scheduler
         self._clock = clock
-        self._ended = 0.0
         self._refused: list[SequenceOutput] = []
+        self._in_flight: deque[tuple[Scheduled, float]] = deque()
+        """Plans sent and not committed, oldest first, and when they were sent (monotonic)."""
+        self._busy = BusyMeter(clock.monotonic())
+        self._slowest = 0.0
+        self._until_look = 0
         self.ready = ready
+        self.failure: PippinError | None = None
+        """Why the engine cannot go on, once a stage was lost."""
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never run ends with an error at the next step."""
+        if self.failure is not None:
+            self._refuse(request, self.failure.message)
+            return
         try:
             self._scheduler.add(request)
         except RequestError as error:
-            self._refused.append(
-                SequenceOutput(
-                    request_id=request.request_id,
-                    finish_reason=FinishReason.ERROR,
-                    error=error.message,
-                )
+            self._refuse(request, error.message)
+
+    def _refuse(self, request: Request, why: str) -> None:
+        self._refused.append(
+            SequenceOutput(
+                request_id=request.request_id, finish_reason=FinishReason.ERROR, error=why
             )
+        )
 
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request; None if it has ended before."""
@@ -66,34 +130,122 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         return bool(self._refused) or self._scheduler.has_unfinished()
 
-    def stats(self) -> SchedulerStats:
-        return self._scheduler.stats()
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to do, now or when a plan in flight comes back."""
+        return self.has_unfinished() or bool(self._in_flight)
 
-    def step(self) -> list[SequenceOutput]:
-        """Run one step, if there is anything to run; returns what it added to the sequences."""
-        now, started = self._clock.time(), self._clock.monotonic()
-        busy = self._scheduler.has_running()
+    @property
+    def waits(self) -> bool:
+        """Whether ``step`` can do nothing before a stage or a client has sent something."""
+        pipeline = self._stages.pipeline
+        return pipeline is not None and bool(self._in_flight) and not pipeline.pending()
+
+    @property
+    def wake(self) -> int | None:
+        """File descriptor that is readable when a stage has sent something."""
+        pipeline = self._stages.pipeline
+        return None if pipeline is None else pipeline.wake.fileno()
+
+    def stats(self) -> SchedulerStats:
+        stats = self._scheduler.stats()
+        return msgspec.structs.replace(stats, busy=self.busy())
+
+    def busy(self) -> tuple[float, ...]:
+        """Busy ratio of each stage."""
+        own = round(self._busy.ratio(self._clock.monotonic()), 3)
+        pipeline = self._stages.pipeline
+        return (own,) if pipeline is None else (*pipeline.busy[:-1], own)
+
+    def step(self, timeout_s: float | None = None) -> list[SequenceOutput]:
+        """Bring the oldest step to its end; returns what it added to the sequences.
+
+        With a pipeline, first sends what there is room for, and waits ``timeout_s`` seconds (None:
+        as long as it takes) for the stages before this one. A lost stage ends every request with
+        an error, and sets ``failure``.
+        """
+        now = self._clock.time()
         outputs, self._refused = self._refused, []
         outputs += self._scheduler.expire(now)
-        scheduled = self._scheduler.schedule(now)
-        if scheduled is None:
+        if self.failure is not None:
             return outputs
-        tokens, prompt_logprobs = self._run(scheduled)
-        ended = self._clock.monotonic()
-        seconds = ended - (self._ended if busy else started)
-        self._ended = ended
-        outputs += self._scheduler.commit(scheduled, tokens, prompt_logprobs, seconds)
+        try:
+            self._fill(now)
+            if self._in_flight:
+                outputs += self._finish_oldest(0.0 if outputs else timeout_s)
+            if self._stages.pipeline is not None:
+                self._fill(now)  # before anything is said of the last step
+        except LinkError as error:
+            self.failure = self._stages.describe_loss(error)
+            outputs += self._scheduler.fail_all(self.failure.message)
         return outputs
 
+    def idle(self) -> None:
+        """Look after the links while there is no work."""
+        if self._stages.pipeline is None or self.failure is not None or self._in_flight:
+            return
+        try:
+            self._stages.pipeline.drain()
+        except LinkError as error:
+            self.failure = self._stages.describe_loss(error)
+
+    def _fill(self, now: float) -> None:
+        """Start steps until the pipeline is full or nothing can run before one is committed."""
+        pipeline = self._stages.pipeline
+        if pipeline is not None and self._until_look <= 0:
+            self._until_look = _LOOK_AT_LINKS
+            self._scheduler.set_pipeline(PipelineShape(self._stages.count, pipeline.delay))
+        while len(self._in_flight) < self._scheduler.num_plans:
+            scheduled = self._scheduler.schedule(now)
+            if scheduled is None:
+                return
+            self._until_look -= 1
+            self._in_flight.append((scheduled, self._clock.monotonic()))
+            if pipeline is not None:
+                pipeline.send(scheduled.plan)
+
+    def _finish_oldest(self, timeout_s: float | None) -> list[SequenceOutput]:
+        scheduled, sent = self._in_flight[0]
+        hidden, slowest = None, 0.0
+        if self._stages.pipeline is not None:
+            received = self._receive(scheduled.plan.step, sent, timeout_s)
+            if received is None:
+                return []
+            hidden, slowest = received
+        started = self._clock.monotonic()
+        tokens, prompt_logprobs = self._run(scheduled, hidden)
+        own = self._clock.monotonic() - started
+        self._busy.add(own)
+        self._in_flight.popleft()
+        self._slowest = max(self._slowest, slowest, own)
+        return self._scheduler.commit(scheduled, tokens, prompt_logprobs, max(slowest, own))
+
+    def _receive(
+        self, step: int, sent: float, timeout_s: float | None
+    ) -> tuple[HiddenStates, float] | None:
+        pipeline = self._stages.pipeline
+        assert pipeline is not None
+        limit = max(STEP_DEADLINE_S, STEP_DEADLINE_TIMES * self._slowest * self._stages.count)
+        while True:
+            wait = 1.0 if timeout_s is None else timeout_s
+            received = pipeline.receive(step, wait)
+            if received is not None:
+                return received
+            waited = self._clock.monotonic() - sent
+            if waited > limit:
+                raise PeerLost(f"step {step} has not come back in {waited:.0f} s: a stage hangs")
+            if timeout_s is not None:
+                return None
+
     def _run(
-        self, scheduled: Scheduled
+        self, scheduled: Scheduled, hidden: HiddenStates | None
     ) -> tuple[Mapping[int, SampledToken], Mapping[int, list[Logprobs]]]:
-        sampler = self._runner.sampler
+        sampler = self._stages.runner.sampler
         for slot in scheduled.plan.freed:
             sampler.remove(slot)
         for sequence in scheduled.entered:
             sampler.add(sequence.slot, sequence.sampling_state())
-        logits: Any = self._runner.execute(scheduled.plan)
+        logits: Any = self._stages.run(scheduled.plan, hidden)
         # Prompt rows first: sampling may overwrite the logits.
         prompt_logprobs = {
             rows.seq: sampler.prompt_logprobs(logits, rows.first_row, rows.targets, rows.top)
@@ -106,7 +258,9 @@ class EngineCore:
         return tokens, prompt_logprobs
 
     def close(self) -> None:
-        self._runner.close()
+        self._stages.close(
+            "the engine was closed" if self.failure is None else self.failure.message
+        )
 
 
 def load(config: Config, clock: Clock | None = None) -> EngineCore:
@@ -114,138 +268,6 @@ def load(config: Config, clock: Clock | None = None) -> EngineCore:
 
     Raises ``ModelError`` (missing, broken or unsupported model), ``OutOfMemory``, ``ConfigError``.
     """
-    clock = clock or SystemClock()
-    started = clock.monotonic()
-    environ = environment()
-    files = resolve(
-        config.model.model,
-        revision=config.model.revision,
-        offline=environ.hub_offline,
-        home=environ.home,
-    )
-    backend, why = choose_backend(config)
-    runner = _load_runner(backend, config, files)
-    info = runner.info
-    max_num_batched_tokens = config.scheduler.max_num_batched_tokens or MAX_TOKENS
-    size, note = _size(config, runner, max_num_batched_tokens)
-    runner.allocate_kv(size.num_blocks, config.cache.block_size)
-    kv = KVCacheManager(
-        info.kv_groups,
-        size.num_blocks,
-        config.cache.block_size,
-        fingerprint=info.fingerprint,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-    )
-    splits = runner.splits_layers and info.num_layers > 1
-    budget = StepBudget(config.scheduler, config.cache.block_size, splits_layers=splits)
-    calibrate(
-        budget,
-        lambda plan: _timed(runner, plan, clock),
-        num_blocks=size.num_blocks,
-        block_size=config.cache.block_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
-    )
-    scheduler = Scheduler(
-        config.scheduler, kv, budget, size.max_model_len, split_layers=info.num_layers * splits
-    )
-    ready = Ready(
-        pid=os.getpid(),
-        model_name=_served_name(config),
-        architecture=info.architecture,
-        num_layers=info.num_layers,
-        vocab_size=info.vocab_size,
-        max_model_len=size.max_model_len,
-        max_model_len_note=note,
-        num_blocks=size.num_blocks,
-        block_size=config.cache.block_size,
-        kv_tokens=size.kv_tokens,
-        kv_bytes=size.kv_bytes,
-        weights_bytes=info.weights_bytes,
-        dtype=info.dtype,
-        quantization=info.quantization,
-        backend=backend,
-        backend_reason=f"{why}; {runner.reason}",
-        device=runner.device,
-        load_seconds=clock.monotonic() - started,
-    )
-    return EngineCore(runner, scheduler, ready, clock)
+    from pippin.engine.start import start
 
-
-def choose_backend(config: Config) -> tuple[str, str]:
-    """The backend's name and why it was chosen."""
-    asked = config.model.backend
-    if asked != "auto":
-        return asked, f"asked for by --backend {asked}"
-    if (sys.platform, platform.machine()) == ("darwin", "arm64"):
-        return "mlx", "the fastest on Apple Silicon"
-    return "torch", f"MLX is chosen on Apple Silicon only, this is {sys.platform}"
-
-
-def _load_runner(backend: str, config: Config, files: ModelFiles) -> StageRunner:
-    # Loaded by name: only the chosen backend's array library is imported.
-    try:
-        module = import_module(f"pippin.backends.{backend}.runner")
-    except ModuleNotFoundError as error:
-        if error.name not in _LIBRARIES[backend]:
-            raise
-        raise ConfigError(
-            f"the {backend} backend needs {error.name}, which is not installed",
-            hint=f"pip install 'pippin[{backend}]'",
-        ) from error
-    runner: StageRunner = module.load(config, files)
-    return runner
-
-
-def _size(
-    config: Config, runner: StageRunner, max_num_batched_tokens: int
-) -> tuple[KVSize, str | None]:
-    """Sizes of the KV cache, and a note where the context was shortened to fit."""
-    info = runner.info
-    asked = config.model.max_model_len
-    if asked is not None and asked > info.max_position_embeddings:
-        raise ConfigError(
-            f"--max-model-len {asked} is longer than the model's own"
-            f" {info.max_position_embeddings} tokens",
-            hint=f"--max-model-len {info.max_position_embeddings}",
-        )
-    wanted = asked or info.max_position_embeddings
-    max_num_seqs = config.scheduler.max_num_seqs
-    available = config.cache.kv_cache_bytes or runner.available_kv_bytes(
-        max_num_batched_tokens, max_num_seqs
-    )
-    size = size_kv(
-        available,
-        info.kv_groups,
-        config.cache.block_size,
-        wanted,
-        max_num_seqs,
-        max_num_batched_tokens,
-    )
-    if size.max_model_len == wanted:
-        return size, None
-    if asked is not None:
-        raise OutOfMemory(
-            f"the KV cache of one request of {asked} tokens does not fit in"
-            f" {available / 2**30:.2f} GiB",
-            hint=f"--max-model-len {size.max_model_len}, or more memory for the cache"
-            " (--gpu-memory-utilization, --kv-cache-memory-bytes)",
-        )
-    note = (
-        f"the model's own length of {wanted} tokens does not fit in the"
-        f" {available / 2**30:.2f} GiB left for the KV cache: shortened to {size.max_model_len}"
-    )
-    logger.warning(note)
-    return size, note
-
-
-def _timed(runner: StageRunner, plan: StepPlan, clock: Clock) -> float:
-    """Run a plan to its end; returns seconds."""
-    started = clock.monotonic()
-    runner.execute(plan)
-    runner.synchronize()
-    return clock.monotonic() - started
-
-
-def _served_name(config: Config) -> str:
-    names = config.model.served_model_name
-    return names[0] if names else config.model.model
+    return start(config, clock)

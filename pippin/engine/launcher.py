@@ -1,4 +1,7 @@
-"""Starting and stopping engine processes. ``uni``: one process on this machine."""
+"""Starting and stopping the leader's process, for the API process.
+
+With several ranks (``mp``) the leader starts the others: see ``engine.ranks``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from pippin.config import Config
-from pippin.errors import ConfigError, EngineError, PippinError
+from pippin.errors import EngineError, PippinError
 from pippin.transport.channel import ask
 from pippin.types.message import Failed, Hello, Ready
 
@@ -25,7 +28,6 @@ class EngineProcess:
     """One engine process, owned by whoever started it: it ends with its owner."""
 
     def __init__(self, config: Config) -> None:
-        _check_supported(config)
         self._config = config
         # A private directory (mode 0700) keeps other users of the machine off the socket.
         self._directory = Path(tempfile.mkdtemp(prefix="pippin-"))
@@ -117,17 +119,3 @@ def _all_kinds(kind: type[PippinError]) -> list[type[PippinError]]:
     for sub in kind.__subclasses__():
         kinds += _all_kinds(sub)
     return kinds
-
-
-def _check_supported(config: Config) -> None:
-    parallel = config.parallel
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if getattr(parallel, name) != 1:
-            raise ConfigError(
-                f"{name} above 1 is not built yet", hint="leave the flag out: one engine process"
-            )
-    if parallel.distributed_executor_backend not in (None, "uni"):
-        raise ConfigError(
-            f"executor {parallel.distributed_executor_backend!r} is not built yet",
-            hint="--distributed-executor-backend uni",
-        )

@@ -39,14 +39,28 @@ class Leader:
         self._channel = channel
         self._engine = engine
         self._owners: dict[str, bytes] = {}
+        self._clients: set[bytes] = set()
+        self._busy_told: tuple[float, ...] = ()
         self._stopping = False
 
     def run(self) -> None:
-        while not self._stopping:
-            if not self._engine.has_unfinished():
-                self._channel.wait(IDLE_WAIT_S)
+        """Returns when told to stop, or when the engine has failed and everybody was told."""
+        engine = self._engine
+        while not self._stopping and engine.failure is None:
+            if not engine.has_work:
+                self._channel.wait(IDLE_WAIT_S, engine.wake)
+                engine.idle()
+                self._tell_busy()
+            elif engine.waits:
+                self._channel.wait(IDLE_WAIT_S, engine.wake)
             self._drain()
-            self._emit(self._engine.step())
+            self._emit(engine.step(0.0))
+        if engine.failure is not None:
+            error = engine.failure
+            logger.error("%s", error.message)
+            for client in self._clients:
+                failure = Failed(error.message, error.code, error.hint, error.exit_code)
+                self._channel.send(client, failure)
 
     def stop(self) -> None:
         self._stopping = True
@@ -55,6 +69,7 @@ class Leader:
         for client, message in self._channel.receive():
             match message:
                 case Hello():
+                    self._clients.add(client)
                     self._channel.send(client, self._engine.ready)
                 case Add(requests):
                     for request in requests:
@@ -67,6 +82,15 @@ class Leader:
                             self._emit([output])
                 case Shutdown():
                     self._stopping = True
+
+    def _tell_busy(self) -> None:
+        """Steps carry the busy ratios; without steps they are sent by themselves as they fall."""
+        if self._engine.busy() == self._busy_told:
+            return
+        stats = msgspec.structs.replace(self._engine.stats(), num_tokens=0)
+        self._busy_told = stats.busy
+        for client in self._clients:
+            self._channel.send(client, StepOutputs([], stats))
 
     def _emit(self, outputs: list[SequenceOutput]) -> None:
         if not outputs:
@@ -122,7 +146,7 @@ def main() -> int:
     finally:
         engine.close()
         channel.close()
-    return 0
+    return 0 if engine.failure is None else engine.failure.exit_code
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 Tokens are scheduled, not phases: a sequence has tokens that are not computed yet, and each step
 takes some of them. Decodes come first, then the prompts of running sequences, then waiting ones.
 Several plans may be in flight. A sequence may be in more than one of them, as consecutive chunks
-of a prompt; a decode waits until its token was sampled.
+of a prompt; a decode waits until its token was sampled. In a pipeline each plan takes its share of
+the decodes, so that every stage has one to work on (``engine.depth``).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import insort
 from collections.abc import Mapping
 from operator import attrgetter
@@ -17,6 +19,7 @@ from pippin.backends.base import SampledToken
 from pippin.config import SchedulerConfig
 from pippin.engine.blocks import KVCacheManager
 from pippin.engine.budget import PART_TOKENS, StepBudget
+from pippin.engine.depth import PipelineShape, chunk_seconds, num_groups, num_plans
 from pippin.engine.sequence import Part, Rank, Sequence, SequenceState
 from pippin.engine.step import PromptRows, Scheduled, StepBuilder
 from pippin.errors import ContextLengthExceeded, InvalidRequest
@@ -69,6 +72,9 @@ class Scheduler:
         """Where the round of decodes goes on when not all fit in a step."""
         self._overtaken: Sequence | None = None
         """It lacked blocks while sequences behind it were in flight."""
+        self._shape = PipelineShape()
+        self._groups = 0
+        """Groups that the decoding sequences take turns in; 0 while none decodes."""
         self._num_preemptions = 0
         self._last_tokens = 0
         self._last_seconds = 0.0
@@ -131,6 +137,11 @@ class Scheduler:
                 outputs.append(self._end_early(seq, FinishReason.ERROR, error))
         return outputs
 
+    def fail_all(self, error: str) -> list[SequenceOutput]:
+        """End every request that has no ending yet, with an error."""
+        live = list(self._sequences.values())
+        return [self._end_early(seq, FinishReason.ERROR, error) for seq in live]
+
     def _end_early(
         self, seq: Sequence, reason: FinishReason, error: str | None = None
     ) -> SequenceOutput:
@@ -141,9 +152,6 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any request has no ending yet."""
         return bool(self._sequences)
-
-    def has_running(self) -> bool:
-        return bool(self._running)
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -158,6 +166,16 @@ class Scheduler:
         )
 
     # Scheduling
+
+    def set_pipeline(self, shape: PipelineShape) -> None:
+        """What the plans go through from now on."""
+        self._shape = shape
+
+    @property
+    def num_plans(self) -> int:
+        """Plans that should be in flight, as far as there is something to run."""
+        step = self._last_seconds or self._budget.decode_seconds(1, 1)
+        return num_plans(self._shape, self._groups, step)
 
     def schedule(self, now: float) -> Scheduled | None:
         """Plan the next step; None if nothing can run before a plan in flight is committed.
@@ -185,12 +203,14 @@ class Scheduler:
         """Add the decodes. Returns the sequences with prompt tokens to run, and the decodes that
         the token budget left out."""
         prefills: list[Sequence] = []
-        withheld: list[Sequence] = []
+        ready: list[Sequence] = []
         decoders = context = 0
-        order = self._running.copy()
+        order = self._running
         tokens_kept = next((seq.part.count for seq in order if seq.part is not None), 0)
-        if len(order) > step.tokens_left - tokens_kept:
+        scarce = len(order) > step.tokens_left - tokens_kept
+        if scarce:
             tokens_kept = tokens_kept or self._share_for_prefills(step.tokens_left)
+        if scarce or self._shape.stages > 1:
             order = order[self._turn :] + order[: self._turn]
         for seq in order:
             total = len(seq.tokens)
@@ -202,17 +222,65 @@ class Scheduler:
                 continue
             decoders += 1
             context += total
-            if not remaining or seq.state is not SequenceState.RUNNING:
+            if remaining:
+                ready.append(seq)
+        share = self._share(decoders, context)
+        withheld = self._decode_share(step, ready, share, tokens_kept)
+        step.mixed = bool(ready)
+        if decoders:
+            step.seconds = self._budget.allowance(share, context * share // decoders)
+        else:
+            step.seconds = min(self._budget.allowance(0, 0), self._chunk_seconds(prefills))
+        return prefills, withheld
+
+    def _share(self, decoders: int, context: int) -> int:
+        """Decodes of one plan."""
+        if not decoders:
+            self._groups = 0
+            return 0
+        each = context // decoders
+        self._groups = num_groups(
+            self._shape,
+            decoders,
+            lambda count: self._budget.decode_seconds(count, count * each),
+            self._groups,
+        )
+        return -(-decoders // self._groups)
+
+    def _decode_share(
+        self, step: StepBuilder, ready: list[Sequence], share: int, tokens_kept: int
+    ) -> list[Sequence]:
+        """Add ``share`` of the sequences that can decode; returns those without a token left."""
+        withheld: list[Sequence] = []
+        left_out: Sequence | None = None
+        taken = 0
+        for seq in ready:
+            if seq.state is not SequenceState.RUNNING:
                 continue
+            if taken + len(withheld) == share:
+                left_out = seq
+                break
             if step.tokens_left > tokens_kept:
                 self._decode(step, seq)
+                taken += 1
             else:
                 withheld.append(seq)
-        if withheld:
-            self._turn = next((i for i, s in enumerate(self._running) if s is withheld[0]), 0)
-        step.mixed = decoders > 0
-        step.seconds = self._budget.allowance(decoders, context)
-        return prefills, withheld
+        first = withheld[0] if withheld else left_out
+        if first is not None:
+            self._turn = next((i for i, s in enumerate(self._running) if s is first), 0)
+        return withheld
+
+    def _chunk_seconds(self, prefills: list[Sequence]) -> float:
+        """Longest useful chunk in a pipeline that no sequence decodes in."""
+        if self._shape.stages == 1:
+            return math.inf
+        tokens = 0
+        for seq in (*prefills, *self._waiting):
+            tokens += len(seq.tokens) - seq.num_scheduled
+            if tokens >= 4 * self._budget.max_tokens:
+                break
+        prompts = self._budget.prefill_seconds(0, 0, tokens, mixed=False)
+        return chunk_seconds(self._shape.stages, prompts, self._budget.decode_seconds(1, 1))
 
     def _share_for_prefills(self, tokens: int) -> int:
         """Tokens kept for prompts when there are more sequences than tokens in a step."""
@@ -263,7 +331,7 @@ class Scheduler:
             return False
         start = seq.num_scheduled
         wanted = min(
-            len(seq.tokens) - start, self._rows_left(step, seq), max(1, step.tokens_left // 2)
+            len(seq.tokens) - start, self._rows_left(step, seq), -(-step.tokens_left // 2)
         )
         count = self._budget.part(step.seconds, start, wanted, self._split_layers)
         count = self._back(step, seq, count)
@@ -272,7 +340,9 @@ class Scheduler:
         return bool(count)
 
     def _can_split(self, step: StepBuilder) -> bool:
-        return bool(self._split_layers) and step.mixed and not step.prefill_tokens
+        if not self._split_layers or not step.tokens_left:
+            return False
+        return step.mixed and not step.prefill_tokens
 
     def _take_part(self, step: StepBuilder, seq: Sequence) -> None:
         """Add some more layers of the chunk that was begun."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pippin.engine.blocks import blocks_for, blocks_needed, window_blocks
@@ -77,6 +77,37 @@ def size_kv(
         kv_bytes=size(found),
         max_model_len=length,
         kv_tokens=(max if keeping else min)(found) * block_size,
+    )
+
+
+def size_stages(
+    stages: Sequence[tuple[int, tuple[KVGroup, ...]]],
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_chunk: int = 2048,
+) -> KVSize:
+    """As ``size_kv`` for stages with (available bytes, groups) each: the smallest one decides.
+
+    ``kv_bytes`` counts all stages. Raises ``OutOfMemory`` if a stage has no room for one block.
+    """
+
+    def sizes(length: int) -> list[KVSize]:
+        return [
+            size_kv(available, groups, block_size, length, max_num_seqs, max_chunk)
+            for available, groups in stages
+        ]
+
+    length = min(size.max_model_len for size in sizes(max_model_len))
+    found = sizes(length)
+    num_blocks = tuple(min(counts) for counts in zip(*(s.num_blocks for s in found), strict=True))
+    per_block = [sum(groups[i].bytes_per_token for _, groups in stages) * block_size
+                 for i in range(len(num_blocks))]  # fmt: skip
+    return KVSize(
+        num_blocks=num_blocks,
+        kv_bytes=sum(count * each for count, each in zip(num_blocks, per_block, strict=True)),
+        max_model_len=length,
+        kv_tokens=min(size.kv_tokens for size in found),
     )
 
 

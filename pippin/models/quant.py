@@ -74,6 +74,24 @@ class QuantizedTensor:
             self, codes=self.codes[part], scales=self.scales[part], biases=self.biases[part]
         )
 
+    def cut(self, start: int, stop: int) -> Tensor:
+        """Columns ``[start, stop)`` of the weight's own order, without loss, as copies.
+
+        Groups that do not end there become smaller ones. Where columns are permuted, each part has
+        some of many groups: it comes dequantised.
+        """
+        if self.columns is not None:
+            return DenseTensor(np.ascontiguousarray(self.dequantize()[:, start:stop]), "float32")
+        fine = self.regroup(math.gcd(self.group_size, start, stop))
+        columns = slice(start, stop)
+        groups = slice(start // fine.group_size, stop // fine.group_size)
+        return replace(
+            fine,
+            codes=np.ascontiguousarray(fine.codes[:, columns]),
+            scales=np.ascontiguousarray(fine.scales[:, groups]),
+            biases=np.ascontiguousarray(fine.biases[:, groups]),
+        )
+
     def take_rows(self, index: NDArray[np.intp]) -> QuantizedTensor:
         """Rows in the order of ``index``, as copies."""
         return replace(

@@ -45,6 +45,10 @@ class DenseTensor:
         """``[start, stop)`` of the first axis, as a view."""
         return DenseTensor(self.data[start:stop], self.dtype)
 
+    def cut(self, start: int, stop: int) -> DenseTensor:
+        """``[start, stop)`` of the last axis, as a view."""
+        return DenseTensor(self.data[..., start:stop], self.dtype)
+
     def take_rows(self, index: NDArray[np.intp]) -> DenseTensor:
         """Rows of the first axis in the order of ``index``, as a copy."""
         return DenseTensor(self.data[index], self.dtype)

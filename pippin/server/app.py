@@ -215,6 +215,7 @@ async def _cluster(service: Service, exchange: Exchange) -> None:
     state = cluster.state(
         service.config,
         service.ready,
+        service.engine.stats,
         service.names,
         draining=service.admission.draining,
         failure=None if failure is None else str(failure),

@@ -1,4 +1,4 @@
-"""``GET /api/cluster``: what serves, where. One machine with one replica of one stage so far."""
+"""``GET /api/cluster``: what serves, where. One replica so far, whose stages may be several."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import psutil
 
 from pippin import __version__
 from pippin.config import Config
-from pippin.types.message import Ready
+from pippin.types.message import Ready, StageInfo
+from pippin.types.step import SchedulerStats
 
 
 def state(
-    config: Config, ready: Ready, names: tuple[str, ...], *, draining: bool, failure: str | None
+    config: Config,
+    ready: Ready,
+    stats: SchedulerStats,
+    names: tuple[str, ...],
+    *,
+    draining: bool,
+    failure: str | None,
 ) -> dict[str, Any]:
     """The whole state as plain JSON. What is not measured is null, never a guess."""
     node = socket.gethostname()
     on_cpu = ready.device.startswith("cpu")
     replica_state = "failed" if failure is not None else "draining" if draining else "up"
     reason = failure or ("The server is shutting down." if draining else None)
-    stage = {
-        "node": node,
-        "rank": 0,
-        "pid": ready.pid,
-        "layers": [0, ready.num_layers],
-        "backend": ready.backend,
-        "busy_ratio": None,
-    }
     return {
         "version": __version__,
         "model": _model(ready, names),
@@ -53,10 +52,36 @@ def state(
                 "reason": reason,
                 "node": node,
                 "pid": ready.pid,
-                "stages": [stage],
+                "stages": _stages(ready, stats, node),
             }
         ],
     }
+
+
+def _stages(ready: Ready, stats: SchedulerStats, node: str) -> list[dict[str, Any]]:
+    stages = ready.stages or (
+        StageInfo(
+            rank=0,
+            node=node,
+            pid=ready.pid,
+            layers=(0, ready.num_layers),
+            backend=ready.backend,
+            device=ready.device,
+            weights_bytes=ready.weights_bytes,
+        ),
+    )
+    busy = stats.busy if len(stats.busy) == len(stages) else (None,) * len(stages)
+    return [
+        {
+            "node": stage.node,
+            "rank": stage.rank,
+            "pid": stage.pid,
+            "layers": list(stage.layers),
+            "backend": stage.backend,
+            "busy_ratio": ratio,
+        }
+        for stage, ratio in zip(stages, busy, strict=True)
+    ]
 
 
 def _model(ready: Ready, names: tuple[str, ...]) -> dict[str, Any]:

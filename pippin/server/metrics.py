@@ -156,6 +156,8 @@ class Metrics(Collector):
         for reason, count in self.finished.items():
             success.add_metric((*self._labels.values(), reason), count)
         yield success
+        if stats.busy:
+            yield self._busy(stats.busy)
         for name, text, histogram in self._histograms():
             family = HistogramMetricFamily(f"vllm:{name}", text, labels=tuple(self._labels))
             family.add_metric(
@@ -186,6 +188,16 @@ class Metrics(Collector):
             ("request_params_n", "n asked for.", self.request_n),
             ("iteration_tokens_total", "Tokens of a step.", self.iteration_tokens),
         )
+
+    def _busy(self, ratios: Sequence[float]) -> Metric:
+        family = GaugeMetricFamily(
+            "pippin_stage_busy_ratio",
+            "Time computing over time passed, a stage of the pipeline.",
+            labels=(*self._labels, "rank"),
+        )
+        for rank, ratio in enumerate(ratios):
+            family.add_metric((*self._labels.values(), str(rank)), ratio)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=tuple(self._labels))

@@ -1,8 +1,9 @@
 """One ZeroMQ stream between an engine's leader and its clients, carrying msgpack messages.
 
 The leader binds a ROUTER, each client connects a DEALER: a client may go and another come while
-the leader lives. Messages are the unions of ``types.message``; anything else is dropped and logged
-by the leader, raised by the client.
+the leader lives. With ``keys`` (made of the cluster secret) the stream is encrypted and only
+members of the cluster get in; without, it is for Unix sockets and loopback. Messages are the unions
+of ``types.message``; anything else is dropped and logged by the leader, raised by the client.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import zmq
 import zmq.asyncio
 
 from pippin.errors import EngineError
+from pippin.transport.address import bind_error
+from pippin.transport.keys import CurveKeys, guard, use_as_client, use_as_server
 from pippin.types.message import FromEngine, ToEngine
 
 logger = logging.getLogger(__name__)
@@ -30,17 +33,35 @@ _from_engine = msgspec.msgpack.Decoder(FromEngine)
 class LeaderChannel:
     """The engine's end. Used from one thread; sending never blocks."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: CurveKeys | None = None) -> None:
+        """Raises ``PortInUse``, or ``ConfigError`` for an address that is not this machine's."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 2_000)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-        self._socket.bind(address)
+        try:
+            if keys is not None:
+                guard(self._context, keys)
+                use_as_server(self._socket, keys)
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise bind_error(address, error) from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        """With the port that was chosen, where ``address`` left it open."""
 
-    def wait(self, timeout_s: float) -> bool:
-        """True as soon as a message can be read, False after ``timeout_s`` seconds."""
-        return bool(self._socket.poll(int(timeout_s * 1000)))
+    def wait(self, timeout_s: float, also: int | None = None) -> bool:
+        """True as soon as a message can be read, False after ``timeout_s`` seconds.
+
+        ``also``: a file descriptor that ends the wait, too, when it is readable.
+        """
+        if also is None:
+            return bool(self._socket.poll(int(timeout_s * 1000)))
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(also, zmq.POLLIN)
+        return any(source is self._socket for source, _ in poller.poll(int(timeout_s * 1000)))
 
     def receive(self) -> Iterator[tuple[bytes, ToEngine]]:
         """All messages that have arrived, with their senders; does not wait."""
@@ -68,12 +89,14 @@ class LeaderChannel:
 class ClientChannel:
     """A client's end, for asyncio."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: CurveKeys | None = None) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        if keys is not None:
+            use_as_client(self._socket, keys)
         self._socket.connect(address)
 
     async def send(self, message: ToEngine) -> None:
@@ -95,16 +118,19 @@ class ClientChannel:
         self._context.term()
 
 
-def ask(address: str, message: ToEngine, timeout_s: float) -> FromEngine | None:
+def ask(
+    address: str, message: ToEngine, timeout_s: float, keys: CurveKeys | None = None
+) -> FromEngine | None:
     """Send one message and wait for one answer; None after ``timeout_s`` seconds."""
-    context = zmq.Context()
-    try:
-        with context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(address)
-            socket.send(_encoder.encode(message))
-            if not socket.poll(int(timeout_s * 1000)):
-                return None
-            return _from_engine.decode(socket.recv())
-    finally:
-        context.term()
+    # The process's shared context is never ended. Ending one waits for its sockets, for ever if an
+    # interrupt came while one was being made.
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    with context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            use_as_client(socket, keys)
+        socket.connect(address)
+        socket.send(_encoder.encode(message))
+        if not socket.poll(int(timeout_s * 1000)):
+            return None
+        return _from_engine.decode(socket.recv())

@@ -117,13 +117,18 @@ def encode_head(header: Header) -> bytes:
     return _PREFIX + _encoder.encode(header)
 
 
+def protocol_of(head: bytes | memoryview) -> int | None:
+    """The link protocol a frame is of, None if it is not Pippin's at all."""
+    start = bytes(head[: len(_PREFIX)])
+    return start[-1] if len(start) == len(_PREFIX) and start.startswith(_MAGIC) else None
+
+
 def decode_head(head: bytes | memoryview) -> Header:
     """Raises ``ProtocolError`` for anything but a header of this protocol."""
-    start = bytes(head[: len(_PREFIX)])
-    if start[: len(_MAGIC)] != _MAGIC:
+    theirs = protocol_of(head)
+    if theirs is None:
         raise ProtocolError("received a frame that is not of Pippin's links")
-    if start != _PREFIX:
-        theirs = start[len(_MAGIC)] if len(start) == len(_PREFIX) else "unknown"
+    if theirs != PROTOCOL:
         raise ProtocolError(
             f"the peer speaks link protocol {theirs}, this is {PROTOCOL}",
             hint="install the same Pippin on both machines",

@@ -16,6 +16,7 @@ import hashlib
 import logging
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -58,7 +59,7 @@ def derive_keys(secret: str) -> CurveKeys:
     return CurveKeys(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
 
-def use_as_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
+def use_as_server(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
     """Encrypt what a socket binds; before ``bind``. Its context needs a ``guard``."""
     socket.curve_server = True
     socket.curve_secretkey = keys.server_secret
@@ -66,7 +67,7 @@ def use_as_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
     socket.zap_domain = _ZAP_DOMAIN
 
 
-def use_as_client(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
+def use_as_client(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
     """Encrypt what a socket connects to; before ``connect``."""
     socket.curve_serverkey = keys.server_public
     socket.curve_secretkey = keys.client_secret

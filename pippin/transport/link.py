@@ -11,7 +11,6 @@ holds up the one before it instead of filling anybody's memory.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import queue
 import threading
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pippin.errors import ConfigError, LinkError, PeerLost, ProtocolError, StageMismatch
+from pippin.transport.address import is_local
 from pippin.transport.frames import (
     Assembler,
     Header,
@@ -73,7 +73,7 @@ class Link:
         stall_timeout_s: float,
         wake: Callable[[], None] | None,
     ) -> None:
-        if keys is None and not trusted and not _is_local(address):
+        if keys is None and not trusted and not is_local(address):
             raise ConfigError(
                 f"a link at {address} leaves this machine unencrypted",
                 hint="give a cluster secret, or say that the cable is trusted",
@@ -93,7 +93,9 @@ class Link:
         self._assembling_cost = 0
         self._inbox: queue.SimpleQueue[tuple[Message, int] | LinkError] = queue.SimpleQueue()
         self._greetings: queue.SimpleQueue[tuple[Kind, bytes] | LinkError] = queue.SimpleQueue()
-        self._established = False
+        self._open = False
+        """Work may arrive: the peer's announcement is known."""
+        self._shaken = False
         self._bound = bind
         self._pump = Pump(self, address, bind, keys, peer_timeout_s)
         self.address = self._pump.address
@@ -187,7 +189,7 @@ class Link:
             self.close()
             raise
         self._assembler.expect(theirs.dtype, theirs.hidden_size)
-        self._established = True
+        self._open = True
         self._post_greeting(Kind.ACCEPT)
         try:
             self._await_greeting(Kind.ACCEPT, deadline)
@@ -199,6 +201,7 @@ class Link:
         except LinkError:
             self.close()
             raise
+        self._shaken = True
         return theirs
 
     def _greet(
@@ -308,12 +311,12 @@ class Link:
                     self._credited_cost = header.total
                     self._room.notify_all()
                 return
-            case Kind.REFUSE if self._established:
+            case Kind.REFUSE if self._shaken:
                 raise ProtocolError(f"the peer gave up: {bytes(body).decode(errors='replace')}")
-            case Kind.ANNOUNCE | Kind.ACCEPT | Kind.REFUSE:
+            case Kind.ANNOUNCE | Kind.ACCEPT | Kind.REFUSE if not self._shaken:
                 self._greetings.put((header.kind, bytes(body)))
                 return
-        if not self._established:
+        if not self._open:
             raise ProtocolError(f"{header.kind.name} before the handshake")
         self._assembling_cost += body.nbytes
         message = self._assembler.feed(header, body)
@@ -332,17 +335,3 @@ class Link:
         self._inbox.put(error)
         if self._wake is not None:
             self._wake()
-
-
-def _is_local(address: str) -> bool:
-    """Whether an address stays on this machine."""
-    kind, _, rest = address.partition("://")
-    if kind in ("ipc", "inproc"):
-        return True
-    host = rest.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

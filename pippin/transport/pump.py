@@ -23,8 +23,9 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pippin.errors import ClusterSecretWrong, ConfigError, LinkError, PeerLost, PortInUse
+from pippin.errors import ClusterSecretWrong, ConfigError, LinkError, PeerLost
 from pippin.errors import ProtocolError as BrokenProtocol
+from pippin.transport.address import bind_error
 from pippin.transport.frames import (
     MAX_BODY_BYTES,
     Buffer,
@@ -32,6 +33,7 @@ from pippin.transport.frames import (
     Kind,
     decode_head,
     encode_head,
+    protocol_of,
 )
 from pippin.transport.keys import CurveKeys, guard, use_as_client, use_as_server
 
@@ -106,13 +108,9 @@ class Pump(threading.Thread):
         self._timeout_s = timeout_s
         self._beat_s = min(BEAT_S, timeout_s / 8)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            if keys is not None and bind:
-                guard(self._context, keys)
-            self._open(address, keys)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
+        if keys is not None and bind:
+            guard(self._context, keys)
+        self._open(address, keys)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -153,14 +151,19 @@ class Pump(threading.Thread):
             (use_as_server if self._bound else use_as_client)(socket, keys)
         self._monitor = socket.get_monitor_socket(_WATCHED)
         if not self._bound:
-            socket.connect(address)
+            try:
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                self._close()
+                raise ConfigError(f"cannot connect to {address}: {error.strerror}") from error
             self.address = address
             return
         socket.router_mandatory = True
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            raise _bind_error(address, error) from error
+            self._close()
+            raise bind_error(address, error) from error
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def post(self, pairs: Sequence[Frames]) -> None:
@@ -203,12 +206,15 @@ class Pump(threading.Thread):
                 error = PeerLost(f"the connection with {self.address} broke: {raised}")
         finally:
             self._receiver.ended(error)
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._socket.close()
-            self._context.term()
+            self._close()
             os.close(self._wake_read)
             os.close(self._wake_write)
+
+    def _close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._context.term()  # waits for the socket's linger; the guard's thread ends by it
 
     def _loop(self) -> None:
         poller = zmq.Poller()
@@ -272,9 +278,12 @@ class Pump(threading.Thread):
             if self._bound and not self._admit(frames):
                 continue
             pair = frames[1:] if self._bound else frames
+            head = pair[0].buffer
+            if not (self._bound or self._beating) and protocol_of(head) is None:
+                raise self._not_pippin()
             if len(pair) != 2:
                 raise BrokenProtocol(f"received a message of {len(pair)} frames, not 2")
-            head, body = pair[0].buffer, pair[1].buffer
+            body = pair[1].buffer
             self.counters.bytes_received += head.nbytes + body.nbytes
             self.counters.last_heard = time.monotonic()
             self._dispatch(decode_head(head), body)
@@ -305,7 +314,10 @@ class Pump(threading.Thread):
             return True
         try:
             kind = decode_head(frames[1].buffer).kind if len(frames) == 3 else None
-        except LinkError as error:
+        except BrokenProtocol as error:
+            if not self._peer and protocol_of(frames[1].buffer) is not None:
+                self._peer = sender  # the peer, but of another version: both must be told
+                raise
             logger.warning("%s: dropped a stranger's message: %s", self.address, error)
             return False
         if kind is not Kind.ANNOUNCE:
@@ -381,7 +393,10 @@ class Pump(threading.Thread):
                 return
         if self._encrypted:
             raise secret_wrong(f"{self.address} broke off the encrypted handshake")
-        raise BrokenProtocol(
+        raise self._not_pippin()
+
+    def _not_pippin(self) -> BrokenProtocol:
+        return BrokenProtocol(
             f"what listens at {self.address} is not a link of Pippin",
             hint="check address and port",
         )
@@ -402,18 +417,6 @@ def _why_failed(event: zmq.Event, value: int) -> str:
     if event is zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
         return "it does not speak this protocol"
     return "it broke off the handshake"
-
-
-def _bind_error(address: str, error: zmq.ZMQError) -> PortInUse | ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return PortInUse(
-            f"cannot listen at {address}: another program does",
-            hint="end it, or leave the port out: a free one is chosen then",
-        )
-    return ConfigError(
-        f"cannot listen at {address}: {error.strerror or error}",
-        hint="the address must be one of this machine's own (ip addr, ifconfig)",
-    )
 
 
 def _remote(descriptor: int) -> str:

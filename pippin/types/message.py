@@ -29,6 +29,19 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Finish nothing, free everything, end the process."""
 
 
+class StageInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One stage of the pipeline, as it stands in ``GET /api/cluster``."""
+
+    rank: int
+    node: str
+    pid: int
+    layers: tuple[int, int]
+    """[first, last)."""
+    backend: str
+    device: str
+    weights_bytes: int
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     """The engine is loaded. All that the API process must know of it."""
 
@@ -52,6 +65,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="rea
     backend_reason: str
     device: str
     load_seconds: float
+    stages: tuple[StageInfo, ...] = ()
+    """In the order of their layers; the last one leads."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="step"):

@@ -63,4 +63,6 @@ class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     """Tokens in the last step."""
     step_seconds: float
-    """Time of the last step."""
+    """Time of the last step, in the slowest stage."""
+    busy: tuple[float, ...] = ()
+    """Per stage: time computing over time passed, of the last seconds."""

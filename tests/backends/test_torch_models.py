@@ -63,6 +63,37 @@ def test_chunks_and_mixed_batches(name: str, device: str, tmp_path: Path) -> Non
         check(logits[seq], expected(reference, ids))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_chunk_runs_a_few_layers_at_a_time(name: str, tmp_path: Path) -> None:
+    """Beside decodes, by itself, and given up in the midst of it."""
+    kind, changes = MODELS[name]
+    reference = make_reference(kind, changes)
+    runner = make_runner(reference, tmp_path)
+    driver = Driver(runner, num_blocks=64)
+    tokens = prompts((40, 40, 33))
+    for seq, ids in tokens.items():
+        driver.add(seq, ids)
+    count = runner.info.num_layers
+    parts: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+
+    def step(counts: dict[int, int], layers: tuple[int, int] | None = None) -> None:
+        for seq, logits in driver.step(counts, layers=layers).items():
+            parts[seq].append(logits)
+
+    step({1: 9, 0: 13})
+    for layer in range(count):
+        if layer + 1 < count:
+            step({1: 1, 2: 20}, (layer, layer + 1))
+    driver.remove(2)  # the next to have its blocks must not have its hidden states
+    for layer in range(count):
+        step({1: 1, 0: 11}, (layer, layer + 1))
+    for first, last in ((0, count - 1), (count - 1, count)):
+        step({0: 16}, (first, last))
+    step({1: 40 - sum(map(len, parts[1]))})
+    for seq, pieces in parts.items():
+        check(torch.cat(pieces), expected(reference, tokens[seq]))
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
 def test_prefix_pages_are_shared(name: str, tmp_path: Path) -> None:
     kind, changes = MODELS[name]

@@ -235,10 +235,19 @@ class Driver:
         self.freed.append(seq)
 
     def step(
-        self, counts: dict[int, int], num_logits: int | None = None
+        self,
+        counts: dict[int, int],
+        num_logits: int | None = None,
+        layers: tuple[int, int] | None = None,
     ) -> dict[int, torch.Tensor]:
-        """Run ``counts[seq]`` further tokens of each; returns their logits (all, or the last)."""
+        """Run ``counts[seq]`` further tokens of each; returns their logits (all, or the last).
+
+        The last of them through ``layers`` only, which go on from one step to the next.
+        """
         chunks = []
+        unfinished = None
+        if layers is not None and layers[1] < self.runner.info.num_layers:
+            unfinished = list(counts)[-1]
         for seq, count in counts.items():
             sequence = self.sequences[seq]
             end = sequence.done + count
@@ -252,7 +261,10 @@ class Driver:
                     start=sequence.done,
                     token_ids=sequence.token_ids[sequence.done : end],
                     new_blocks=tuple(tuple(table[sequence.sent :]) for table in sequence.tables),
-                    num_logits=count if num_logits is None else num_logits,
+                    num_logits=0
+                    if seq == unfinished
+                    else (count if num_logits is None else num_logits),
+                    layers=layers if seq == list(counts)[-1] else None,
                 )
             )
             sequence.sent = len(sequence.tables[0])
@@ -262,6 +274,8 @@ class Driver:
         logits = self.runner.execute(plan)
         result, row = {}, 0
         for chunk in chunks:
+            if chunk.seq == unfinished:
+                continue
             sequence = self.sequences[chunk.seq]
             sequence.done = chunk.end
             self._free_behind_windows(sequence)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 from conftest import Start
 from server_fakes import LiveServer
 
 from pippin import __version__
 from pippin.errors import EngineError
+from pippin.types.message import StageInfo
 
 SCRIPTS = ("api", "app", "chat", "format", "metrics", "sparkline")
 TYPES = {
@@ -95,6 +97,32 @@ def test_cluster_of_one_machine(server: LiveServer) -> None:
     assert (model["name"], model["architecture"]) == ("fake", "FakeForCausalLM")
     assert (model["kv_tokens"], model["max_model_len"]) == (1600, 512)
     assert model["backend_reason"] == "a test"
+
+
+def test_the_stages_of_a_pipeline(server: LiveServer) -> None:
+    engine = server.engine
+    before = engine.ready
+    stages = tuple(
+        StageInfo(rank=rank, node=f"n{rank}", pid=10 + rank, layers=layers, backend="fake",
+                  device="cpu", weights_bytes=1)
+        for rank, layers in enumerate(((0, 17), (17, 30)))
+    )  # fmt: skip
+    engine.ready = msgspec.structs.replace(before, stages=stages)
+    engine.stats = msgspec.structs.replace(engine.stats, busy=(0.25, 0.75))
+    try:
+        [replica] = server.client.get("/api/cluster").json()["replicas"]
+        text = server.client.get("/metrics").text
+    finally:
+        engine.ready = before
+    assert replica["stages"] == [
+        {"node": "n0", "rank": 0, "pid": 10, "layers": [0, 17], "backend": "fake",
+         "busy_ratio": 0.25},
+        {"node": "n1", "rank": 1, "pid": 11, "layers": [17, 30], "backend": "fake",
+         "busy_ratio": 0.75},
+    ]  # fmt: skip
+    for rank, ratio in ((0, 0.25), (1, 0.75)):
+        line = f'pippin_stage_busy_ratio{{engine="0",model_name="fake",rank="{rank}"}} {ratio}'
+        assert line in text
 
 
 def test_a_failed_engine_shows(server: LiveServer) -> None:

@@ -20,6 +20,7 @@ from pippin.engine.budget import StepBudget
 from pippin.engine.scheduler import Scheduled, Scheduler
 from pippin.types.model import KVGroup, KVKind
 from pippin.types.request import FinishReason, Logprobs, Request, SamplingParams, SequenceOutput
+from pippin.types.step import Chunk
 
 EOS = 0
 VOCABULARY = 12
@@ -99,6 +100,7 @@ class FakeEngine:
         policy: str = "fcfs",
         caching: bool = True,
         check: bool = True,
+        split_layers: int = 0,
         seconds: Callable[[Scheduled], float] = lambda scheduled: 0.01,
     ) -> None:
         self.config = SchedulerConfig(
@@ -110,8 +112,11 @@ class FakeEngine:
         self.kv = KVCacheManager(
             groups, num_blocks, block_size, fingerprint="m", enable_prefix_caching=caching
         )
-        self.budget = StepBudget(self.config, block_size)
-        self.scheduler = Scheduler(self.config, self.kv, self.budget, max_model_len)
+        self.budget = StepBudget(self.config, block_size, splits_layers=split_layers > 0)
+        self.scheduler = Scheduler(
+            self.config, self.kv, self.budget, max_model_len, split_layers=split_layers
+        )
+        self.split_layers = split_layers
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.seconds = seconds
@@ -126,6 +131,9 @@ class FakeEngine:
         self._memory: list[dict[int, list[bytes | None]]] = [{} for _ in groups]
         self._tables: dict[int, list[list[int]]] = {}
         self._sampler: dict[int, list[int]] = {}
+        self._parts: dict[int, Chunk] = {}
+        """Chunks of which some layers were run, as they were last."""
+        self.num_parts = 0
         self._next_step = 0
         self._known_prefixes: dict[str, list[bytes]] = {}
 
@@ -241,6 +249,7 @@ class FakeEngine:
         for slot in plan.freed:
             del self._tables[slot]
             del self._sampler[slot]
+            self._parts.pop(slot, None)
         for seq in scheduled.entered:
             assert seq.slot not in self._tables
             assert seq.slot not in plan.freed
@@ -254,14 +263,16 @@ class FakeEngine:
             assert chunk.seq == seq.slot
             assert chunk.token_ids == seq.tokens[chunk.start : chunk.end]
             assert 0 <= chunk.num_logits <= len(chunk.token_ids)
+            done = self._check_layers(chunk, chunk is plan.chunks[-1])
             tables = self._tables[chunk.seq]
             for table, new in zip(tables, chunk.new_blocks, strict=True):
                 table.extend(new)
             prefixes = self._prefixes(seq.request.request_id, seq.tokens)[: chunk.end]
-            for group, table in enumerate(tables):
+            begun = chunk.layers is not None and chunk.layers[0] > 0
+            for group, table in enumerate(() if begun else tables):
                 self._write(group, table, chunk.start, prefixes, used_before)
             sampled = [row for row in scheduled.rows if row.seq == chunk.seq]
-            if chunk.end == len(seq.tokens) and seq.num_output < seq.request.max_tokens:
+            if done and chunk.end == len(seq.tokens) and seq.num_output < seq.request.max_tokens:
                 assert [row.row for row in sampled] == [rows + chunk.num_logits - 1]
             else:
                 assert not sampled
@@ -275,6 +286,29 @@ class FakeEngine:
         for rows_of in scheduled.prompt_rows:
             assert rows_of.first_row + len(rows_of.targets) <= rows
         return used
+
+    def _check_layers(self, chunk: Chunk, is_last: bool) -> bool:
+        """Whether the chunk's last layer is run, all layers before having been."""
+        before = self._parts.pop(chunk.seq, None)
+        if chunk.layers is None:
+            assert before is None, "another chunk before the last layer"
+            return True
+        first, last = chunk.layers
+        assert is_last
+        assert 0 <= first < last <= self.split_layers
+        self.num_parts += 1
+        if before is None:
+            assert first == 0
+        else:
+            assert before.layers is not None
+            assert (before.start, before.token_ids) == (chunk.start, chunk.token_ids)
+            assert before.layers[1] == first
+            assert not any(chunk.new_blocks)
+        if last == self.split_layers:
+            return True
+        assert not chunk.num_logits
+        self._parts[chunk.seq] = chunk
+        return False
 
     def _write(
         self,

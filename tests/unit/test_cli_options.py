@@ -104,7 +104,7 @@ def test_unknown_names_come_with_a_suggestion():
     assert caught.value.hint == "did you mean max_model_len?"
 
 
-@pytest.mark.parametrize("name", [*options.LATER, "tensor_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize("name", [*options.LATER, "data_parallel_size"])
 def test_what_comes_later_is_refused(name: str):
     with pytest.raises(ConfigError, match="later release"):
         options.make_config({name: "2"})
@@ -123,6 +123,19 @@ def test_later_names_that_ask_for_nothing_are_accepted():
     assert made.parallel.distributed_executor_backend == "uni"
     with pytest.raises(ConfigError, match="ray"):
         options.make_config({"distributed_executor_backend": "ray"})
+
+
+def test_a_pipeline_split_is_layers_a_stage():
+    made = options.make_config({"pipeline_parallel_size": "2", "pipeline_split": "17,13"})
+    assert made.parallel.pipeline_split == (17, 13)
+    for split, says in (("17", "names 1 stages"), ("30,0", "one layer"), ("a,b", "17,13")):
+        with pytest.raises(ConfigError, match=says):
+            options.make_config({"pipeline_parallel_size": 2, "pipeline_split": split})
+
+
+def test_one_process_is_not_several_ranks():
+    with pytest.raises(ConfigError, match="uni is one process"):
+        options.make_config({"distributed_executor_backend": "uni", "pipeline_parallel_size": 2})
 
 
 def test_several_models_are_refused():

@@ -38,6 +38,19 @@ class FakeCore:
         self.hold = False
         self.running: dict[str, list[int]] = {}
         self.died = False
+        self.failure = None
+        self.wake = None
+        self.waits = False
+
+    @property
+    def has_work(self) -> bool:
+        return self.has_unfinished()
+
+    def idle(self) -> None:
+        pass
+
+    def busy(self) -> tuple[float, ...]:
+        return ()
 
     def add(self, request: Request) -> None:
         self.running[request.request_id] = [*ids(ANSWER), IM_END][: request.max_tokens]
@@ -53,7 +66,7 @@ class FakeCore:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(len(self.running), 0, 0.0, 0, 0, 0, 0, 0.0)
 
-    def step(self) -> list[SequenceOutput]:
+    def step(self, timeout_s: float | None = None) -> list[SequenceOutput]:
         outputs: list[SequenceOutput] = []
         for name, left in list(self.running.items()):
             if self.died or (self.hold and len(left) <= len(ANSWER) - 2):

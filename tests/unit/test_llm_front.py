@@ -268,7 +268,7 @@ def test_options_are_those_of_the_flags(core: FakeCore, monkeypatch):
     [
         ({"colour": 1}, "colour"),
         ({"port": 8000}, "server"),
-        ({"tensor_parallel_size": 2}, "later release"),
+        ({"data_parallel_size": 2}, "later release"),
         ({"dtype": "int3"}, "dtype"),
     ],
 )

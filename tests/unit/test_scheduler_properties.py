@@ -44,6 +44,7 @@ def engines(draw: st.DrawFn) -> FakeEngine:
         step_time_ms=draw(st.sampled_from([None, 0.001, 5.0])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=draw(st.booleans()),
+        split_layers=draw(st.sampled_from([0, 2, 7])),
         seconds=lambda scheduled: scale * (10 + scheduled.plan.num_tokens),
     )
 
@@ -88,6 +89,27 @@ def test_random_traces(engine: FakeEngine, data: st.DataObject) -> None:
                 engine.expire()
     engine.run(depth)
     engine.check_results()
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_chunks_run_a_few_layers_at_a_time(groups: tuple[KVGroup, ...]) -> None:
+    """Beside decodes, with preemption in the midst of a chunk; same outputs."""
+    engine = FakeEngine(
+        groups=groups,
+        num_blocks=tuple(16 for _ in groups),
+        max_model_len=50,
+        split_layers=7,
+        step_time_ms=0.001,
+    )
+    for i in range(24):
+        engine.add(request(str(i), [*PREFIXES[i % 3][: 4 + i % 7], *[i % 12] * 14], 20))
+    for i in range(40):
+        engine.step()
+        if i % 9 == 5:
+            engine.abort(str(i // 9))
+    engine.run()
+    engine.check_results()
+    assert engine.num_parts > 50
 
 
 @pytest.mark.parametrize("groups", GROUPS)

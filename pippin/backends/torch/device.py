@@ -133,9 +133,10 @@ def _cpu_features() -> frozenset[str]:
     except FileNotFoundError:
         return frozenset()
     lines = text.partition("\n\n")[0].splitlines()
-    words = (line.partition(":")[2].split() for line in lines)
+    words = [line.partition(":")[2].split() for line in lines]
     keys = ("flags", "Features", "vendor_id")
-    return frozenset(w for line, ws in zip(lines, words) if line.startswith(keys) for w in ws)
+    named = [w for line, w in zip(lines, words, strict=True) if line.startswith(keys)]
+    return frozenset(word for words in named for word in words)
 
 
 def keep_freed_memory() -> None:

@@ -8,7 +8,6 @@ import mmap
 
 import torch
 
-
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14; the mmap module does not name it."""
 

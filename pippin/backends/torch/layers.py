@@ -14,6 +14,7 @@ from pippin.backends.torch.batch import Batch, GroupBatch
 from pippin.backends.torch.kv import Pool
 from pippin.backends.torch.linear import Linear
 from pippin.backends.torch.native.ops import AttendCall, Kernels, MixCall
+from pippin.backends.torch.shard import FeedForward
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -58,6 +59,11 @@ class AttentionBlock(Protocol):
     @property
     def pool_width(self) -> int: ...
 
+    @property
+    def value_width(self) -> int:
+        """Columns that a head brings to the output projection."""
+        ...
+
     def __call__(
         self, x: torch.Tensor, batch: Batch, rows: torch.Tensor | slice | None
     ) -> torch.Tensor:
@@ -91,6 +97,10 @@ class Attention:
 
     @property
     def pool_width(self) -> int:
+        return self.head_dim
+
+    @property
+    def value_width(self) -> int:
         return self.head_dim
 
     def __call__(
@@ -199,7 +209,7 @@ class Layer:
     attention: AttentionBlock
     output: Linear
     mlp_norm: RMSNorm
-    mlp: GatedMLP | ModuleMLP
+    mlp: FeedForward
     attention_post_norm: RMSNorm | None = None
     mlp_post_norm: RMSNorm | None = None
 

@@ -20,7 +20,8 @@ from pippin.backends.torch.kv import Pool
 from pippin.backends.torch.layers import RMSNorm
 from pippin.backends.torch.linear import Linear
 from pippin.backends.torch.rope import uses_pairs
-from pippin.backends.torch.weights import Weights
+from pippin.backends.torch.shard import Cut
+from pippin.backends.torch.weights import Part, Weights
 
 
 @dataclass(slots=True)
@@ -56,6 +57,10 @@ class LatentAttention:
     @property
     def pool_width(self) -> int:
         return self.rank + self.rope_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_up.shape[1]
 
     def __call__(
         self, x: torch.Tensor, batch: Batch, rows: torch.Tensor | slice | None
@@ -125,36 +130,46 @@ class LatentAttention:
 
 
 def load_latent(
-    module: Any, prefix: str, weights: Weights, group: int, rope: int
+    module: Any, prefix: str, weights: Weights, cut: Cut, group: int, rope: int
 ) -> LatentAttention:
-    """``module``: transformers' attention module, for its sizes."""
+    """``module``: transformers' attention module, for its sizes.
+
+    In a tensor-parallel group heads are cut, and what is compressed stands on every rank.
+    """
     nope, rope_dim, rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
-    heads = module.num_heads
+    heads = cut.shard.heads.count
+    query_rows = cut.shard.heads.times(nope + rope_dim)
     interleaved = bool(getattr(module.config, "rope_interleave", True))
     other_order = interleaved != uses_pairs(weights.dtype)
     compressed = module.q_lora_rank is not None
-    first = "q_a_proj" if compressed else "q_proj"
-    query = weights.stacked([f"{prefix}.{first}.weight"])
-    latent = weights.stacked([f"{prefix}.kv_a_proj_with_mqa.weight"])
+    if compressed:
+        query = weights.stacked([Part(f"{prefix}.q_a_proj.weight")])
+    else:
+        query = weights.stacked(cut.rows(f"{prefix}.q_proj.weight", [query_rows]))
+    latent = weights.stacked([Part(f"{prefix}.kv_a_proj_with_mqa.weight")])
     bias = None
     if module.kv_a_proj_with_mqa.bias is not None:
         # Only the compressed projection has a bias.
         bias = (
-            weights.stacked([f"{prefix}.q_a_proj.bias"])
+            weights.stacked([Part(f"{prefix}.q_a_proj.bias")])
             if compressed
             else query.new_zeros(query.shape[0])
         )
-        latent_bias = weights.stacked([f"{prefix}.kv_a_proj_with_mqa.bias"])
+        latent_bias = weights.stacked([Part(f"{prefix}.kv_a_proj_with_mqa.bias")])
         if other_order:
             latent_bias = _reorder(latent_bias, rank, rope_dim)
         bias = torch.cat((bias, latent_bias))
-    up = weights.stacked([f"{prefix}.q_b_proj.weight"]) if compressed else None
+    up = None
+    if compressed:
+        up = weights.stacked(cut.rows(f"{prefix}.q_b_proj.weight", [query_rows]))
     if other_order:
         latent = _reorder(latent, rank, rope_dim)
         turned = (query if up is None else up).view(heads, nope + rope_dim, -1)
         turned = _reorder(turned, nope, rope_dim, axis=1).flatten(0, 1)
         query, up = (turned, None) if up is None else (query, turned)
-    kv_b = weights.stacked([f"{prefix}.kv_b_proj.weight"]).view(heads, -1, rank)
+    kv_rows = cut.shard.heads.times(nope + module.v_head_dim)
+    kv_b = weights.stacked(cut.rows(f"{prefix}.kv_b_proj.weight", [kv_rows]))
+    kv_b = kv_b.view(heads, -1, rank)
     key_up, value_up = kv_b[:, :nope].contiguous(), kv_b[:, nope:].contiguous()
     weights.nbytes += kv_b.nbytes
     norm = f"{prefix}.q_a_layernorm.weight"

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pippin.backends.description import is_latent, kv_groups
+from pippin.backends.shard import splits_embedding
 from pippin.backends.torch.assemble import assemble, load_norm
 from pippin.backends.torch.batch import Batch, Paged
 from pippin.backends.torch.kv import Pool, Scratch
 from pippin.backends.torch.layers import Attention, Layer, RMSNorm
-from pippin.backends.torch.linear import Linear
 from pippin.backends.torch.rope import Rope
-from pippin.backends.torch.weights import Weights
+from pippin.backends.torch.shard import Cut, Embedding, Head
+from pippin.backends.torch.weights import Part, Weights
 from pippin.errors import ModelInvalid
 from pippin.types.model import KVGroup
 
@@ -38,7 +38,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Stretch:
     """The last rows of a batch, which run through layers [first, last) only."""
 
     count: int
@@ -58,16 +58,12 @@ class StageModel:
     layers: list[Layer]
     ropes: list[Rope]
     dtype: torch.dtype
-    embedding: torch.Tensor | None
-    embedding_scale: torch.Tensor | None
+    embedding: Embedding | None
     norm: RMSNorm | None
-    head: Linear | None
+    head: Head | None
     logit_softcap: float | None
-
-    @property
-    def kv_heads(self) -> int:
-        """Matrices of keys a sequence has in a layer: 1 for latent attention."""
-        return 1 if is_latent(self.config) else int(self.config.num_key_value_heads)
+    kv_heads: int
+    """Matrices of keys that a sequence has in a layer here: 1 for latent attention."""
 
     @property
     def paged(self) -> Paged:
@@ -81,8 +77,9 @@ class StageModel:
         return "all" if self.dtype == torch.float32 else "decodes"
 
     def forward(self, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Logits [rows, vocab] of the wanted rows on the last stage (None where no row is wanted),
-        the residual stream [T, hidden_size] on others."""
+        """Logits [rows, vocab] of the wanted rows on the last stage (None where no row is wanted,
+        and on all but the first rank of a group), the residual stream [T, hidden_size] on
+        others."""
         if hidden is None:
             hidden = self._embed(batch)
         self._rotate(batch)
@@ -91,7 +88,7 @@ class StageModel:
         return self._finish(self._run(hidden, batch, 0, len(self.layers) - 1), batch)
 
     def forward_part(
-        self, batch: Batch | None, joint: Batch, part: Part
+        self, batch: Batch | None, joint: Batch, part: Stretch
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """As ``forward``, where the last rows of ``joint`` run through some of the layers only.
 
@@ -118,8 +115,7 @@ class StageModel:
 
     def _embed(self, batch: Batch) -> torch.Tensor:
         assert self.embedding is not None
-        hidden = nn.functional.embedding(batch.token_ids, self.embedding)
-        return hidden if self.embedding_scale is None else hidden * self.embedding_scale
+        return self.embedding(batch.token_ids)
 
     def _rotate(self, batch: Batch) -> None:
         for rope in self.ropes:
@@ -132,13 +128,14 @@ class StageModel:
 
     def _finish(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
         """The last layer and the head, for the wanted rows."""
-        assert self.head is not None and self.norm is not None
+        assert self.head is not None
+        assert self.norm is not None
         wanted: torch.Tensor | slice = slice(0, 0) if batch.wanted is None else batch.wanted
         hidden = self.layers[-1](hidden, batch, wanted)
         if batch.wanted is None:
             return None
         logits = self.head(self.norm(hidden))
-        if self.logit_softcap is not None:
+        if logits is not None and self.logit_softcap is not None:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits
 
@@ -158,13 +155,14 @@ class StageModel:
             )
 
 
-def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
-    """Load layers [first, last) of the model that ``config`` describes."""
+def build(config: Any, weights: Weights, cut: Cut, first: int, last: int) -> StageModel:
+    """Load this rank's part of layers [first, last) of the model that ``config`` describes."""
     inner = _skeleton(config, weights.dtype).model
+    kv_heads = cut.shard.kv_heads.count
     if is_latent(config):
         width = config.kv_lora_rank + config.qk_rope_head_dim
     else:
-        width = 2 * config.num_key_value_heads * inner.layers[0].self_attn.head_dim
+        width = 2 * kv_heads * inner.layers[0].self_attn.head_dim
     itemsize = weights.dtype.itemsize
     groups, group_of = kv_groups(config, first, last, width * itemsize)
     rope_types = _rope_types(config)
@@ -176,6 +174,7 @@ def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
             f"model.layers.{i}",
             config,
             weights,
+            cut,
             group=group_of[i],
             rope=_rope_of(config, i),
             rotary_dim=ropes[_rope_of(config, i)].rotary_dim,
@@ -183,21 +182,17 @@ def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
         for i in range(first, last)
     ]
     is_last = last == config.num_hidden_layers
-    norm = load_norm(inner.norm, "model.norm", weights) if is_last else None
-    scale = getattr(inner.embed_tokens, "scalar_embed_scale", None)
     return StageModel(
         config=config,
         groups=groups,
         layers=layers,
         ropes=ropes,
         dtype=weights.dtype,
-        embedding=weights.dense(_EMBEDDING) if first == 0 else None,
-        embedding_scale=None
-        if scale is None
-        else torch.tensor(scale, dtype=weights.dtype, device=weights.device),
-        norm=norm,
-        head=_head(config, weights) if is_last else None,
+        embedding=_embedding(config, inner.embed_tokens, weights, cut) if first == 0 else None,
+        norm=load_norm(inner.norm, "model.norm", weights) if is_last else None,
+        head=_head(config, weights, cut) if is_last else None,
         logit_softcap=getattr(config, "final_logit_softcapping", None),
+        kv_heads=max(1, kv_heads),
     )
 
 
@@ -218,14 +213,30 @@ def _skeleton(config: Any, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _head(config: Any, weights: Weights) -> Linear:
+def _embedding(config: Any, module: Any, weights: Weights, cut: Cut) -> Embedding:
+    """``module``: transformers' embedding, for the scale that some have."""
+    scale = getattr(module, "scalar_embed_scale", None)
+    factor = None
+    if scale is not None:
+        factor = torch.tensor(scale, dtype=weights.dtype, device=weights.device)
+    rows, shard = config.vocab_size, cut.shard
+    if not splits_embedding(rows, config.hidden_size, weights.dtype.itemsize, shard.size):
+        return Embedding(weights.dense(_EMBEDDING), factor)
+    own = shard.vocabulary(rows)[shard.rank]
+    return Embedding(weights.dense(Part(_EMBEDDING, rows=own)), factor, own.start, cut.group)
+
+
+def _head(config: Any, weights: Weights, cut: Cut) -> Head:
     name = "lm_head.weight"
     if not weights.has(name):
         if not getattr(config, "tie_word_embeddings", True):
             raise ModelInvalid(f"the checkpoint has no weight {name}")
         name = _EMBEDDING
-    biases = ("lm_head.bias",) if weights.has("lm_head.bias") else ()
-    return weights.linear((name,), biases)
+    spans = cut.shard.vocabulary(config.vocab_size)
+    own = [spans[cut.shard.rank]]
+    biases = cut.rows("lm_head.bias", own) if weights.has("lm_head.bias") else []
+    linear = weights.linear(cut.rows(name, own), biases)
+    return Head(linear, cut.group, [span.count for span in spans])
 
 
 def _rope_types(config: Any) -> list[str | None]:

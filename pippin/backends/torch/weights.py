@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
+from pippin.backends.shard import Span
 from pippin.backends.torch.linear import BothLinear, Linear, make_linear
 from pippin.backends.torch.native.linear import native_dense, native_quantized
 from pippin.backends.torch.native.ops import Kernels
@@ -26,6 +28,34 @@ _BITS = {
 #: Rows below which weights that lie in both forms are taken in the small one (bfloat16 on CPUs
 #: that multiply it in hardware: few rows are bound by the bytes of the weights).
 FEW_ROWS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A weight, or some of its rows (first axis) or columns (last axis): only those are read,
+    where the format allows."""
+
+    name: str
+    rows: Span | None = None
+    columns: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Parts of an axis, side by side; ``zero``: the values are another rank's to add."""
+
+    axis: int
+    spans: tuple[Span, ...]
+    zero: bool = False
+
+    @property
+    def count(self) -> int:
+        return sum(span.count for span in self.spans)
+
+
+#: Which pieces of a parameter a stage has (its owner's path in the module, the owner, its name
+#: there); None: all.
+Choose = Callable[[str, nn.Module, str], Pieces | None]
 
 
 class Weights:
@@ -52,16 +82,16 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self._names
 
-    def dense(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def dense(self, part: str | Part, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One weight as a dense tensor. Raises ``ModelInvalid`` if it is missing."""
-        tensor = self._read(name, dtype or self.dtype)
+        tensor = self._read(_part(part), dtype or self.dtype)
         self.nbytes += tensor.nbytes
         return tensor
 
     def linear(
         self,
-        names: Sequence[str],
-        biases: Sequence[str] = (),
+        parts: Sequence[Part],
+        biases: Sequence[Part] = (),
         *,
         rows: torch.Tensor | None = None,
     ) -> Linear:
@@ -72,7 +102,8 @@ class Weights:
         bias = self.stacked(biases) if biases else None
         if bias is not None and rows is not None:
             bias = bias[rows.to(self.device)]
-        quantized = None if self._form == "dense" else self._quantized(names)
+        tensors = self._tensors(parts)
+        quantized = None if self._form == "dense" else _concat(tensors)
         if quantized is not None:
             if rows is not None:
                 quantized = quantized.take_rows(rows.numpy())
@@ -84,7 +115,7 @@ class Weights:
             if small is not None:
                 linear = BothLinear(small, linear, FEW_ROWS)
             return self._counted(linear)
-        weight = self.stacked(names)
+        weight = self._stack(tensors)
         if rows is not None:
             weight = weight[rows.to(self.device)]
         return self.make(weight, bias)
@@ -110,70 +141,75 @@ class Weights:
             return Int4Linear(weight, bias, self.device, self.dtype)
         return None
 
-    def _quantized(self, names: Sequence[str]) -> QuantizedTensor | None:
-        """The weights stacked, if all are quantised alike."""
-        first, *others = (self._tensor(name) for name in names)
-        if not isinstance(first, QuantizedTensor):
-            return None
-        same = [p for p in others if isinstance(p, QuantizedTensor) and first.can_concat(p)]
-        if len(same) < len(others):
-            return None
-        return first.concat(same) if same else first
-
-    def stacked(self, names: Sequence[str]) -> torch.Tensor:
+    def stacked(self, parts: Sequence[Part]) -> torch.Tensor:
         """Several weights, stacked along their first axis; not counted in ``nbytes``.
 
         In the compute dtype, or bfloat16 where the checkpoint has that and the kernels take it
         without loss.
         """
-        dtype = self.dtype
-        if self.kernels is not None and dtype == torch.float32:
-            stored = [self._tensor(name) for name in names]
-            if all(isinstance(t, DenseTensor) and t.dtype == "bfloat16" for t in stored):
-                dtype = torch.bfloat16
-        parts = [self._read(name, dtype) for name in names]
+        return self._stack(self._tensors(parts))
+
+    def _stack(self, tensors: Sequence[Tensor]) -> torch.Tensor:
+        stays = self.kernels is not None and self.dtype == torch.float32
+        stays &= all(isinstance(t, DenseTensor) and t.dtype == "bfloat16" for t in tensors)
+        dtype = torch.bfloat16 if stays else self.dtype
+        parts = [self._put(tensor, dtype) for tensor in tensors]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def fill(self, module: nn.Module, prefix: str) -> None:
+    def fill(self, module: nn.Module, prefix: str, choose: Choose | None = None) -> None:
         """Replace the meta parameters and buffers of a transformers module by the checkpoint's."""
         for owner_name, owner in module.named_modules():
             path = f"{prefix}.{owner_name}" if owner_name else prefix
             for name, parameter in owner.named_parameters(recurse=False):
-                loaded = self._parameter(f"{path}.{name}", parameter)
+                pieces = None if choose is None else choose(owner_name, owner, name)
+                loaded = self._parameter(f"{path}.{name}", parameter, pieces)
                 setattr(owner, name, nn.Parameter(loaded, requires_grad=False))
             for name, buffer in owner.named_buffers(recurse=False):
                 if name not in owner._non_persistent_buffers_set:
-                    setattr(owner, name, self._parameter(f"{path}.{name}", buffer))
+                    setattr(owner, name, self._parameter(f"{path}.{name}", buffer, None))
 
-    def _parameter(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def _parameter(self, name: str, like: torch.Tensor, pieces: Pieces | None) -> torch.Tensor:
         dtype = torch.float32 if like.dtype == torch.float32 else self.dtype
         # Modules are made in the compute dtype; what they pin to float32 stays so.
-        if self.has(name):
-            loaded = self.dense(name, dtype)
-        elif ".experts." in name:
-            loaded = self._experts(name, like.shape, dtype)
+        if not self.has(name):
+            if ".experts." not in name:
+                raise _missing(name)
+            loaded = self._experts(name, like.shape, dtype, pieces)
             self.nbytes += loaded.nbytes
-        else:
-            raise _missing(name)
-        if loaded.shape != like.shape:
+            return loaded
+        tensor = self._tensor(name)
+        if tensor.shape != like.shape:
             raise ModelInvalid(
-                f"weight {name} has shape {list(loaded.shape)}, the configuration asks for"
+                f"weight {name} has shape {list(tensor.shape)}, the configuration asks for"
                 f" {list(like.shape)}",
                 hint="config.json and the weights belong to different models",
             )
+        loaded = self._put(tensor if pieces is None else _pick(tensor, pieces), dtype)
+        if pieces is not None and pieces.zero:
+            loaded.zero_()
+        self.nbytes += loaded.nbytes
         return loaded
 
-    def _experts(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def _experts(
+        self, name: str, shape: torch.Size, dtype: torch.dtype, pieces: Pieces | None
+    ) -> torch.Tensor:
         """All experts' weights, which checkpoints keep apart, as transformers' one tensor."""
         prefix, kind = name.rsplit(".", 1)
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
-        if parts is None:
+        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+        if names is None:
             raise _missing(name)
-        out = torch.empty(shape, dtype=dtype, device=self.device)
+        size = list(shape)
+        rows = columns = None
+        if pieces is not None:
+            # Gate and up stand in two tensors: the first piece is gate's, and so is up's.
+            span = pieces.spans[0]
+            rows, columns = (span, None) if pieces.axis == 1 else (None, span)
+            size[pieces.axis] = pieces.count
+        out = torch.empty(size, dtype=dtype, device=self.device)
         for expert in range(shape[0]):
             first = 0
-            for part in parts:
-                weight = self._read(f"{prefix}.{expert}.{part}.weight", dtype)
+            for each in names:
+                weight = self._read(Part(f"{prefix}.{expert}.{each}.weight", rows, columns), dtype)
                 out[expert, first : first + weight.shape[0]] = weight
                 first += weight.shape[0]
         return out
@@ -183,12 +219,52 @@ class Weights:
             raise _missing(name)
         return self._checkpoint.tensor(name)
 
-    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        tensor = self._tensor(name)
+    def _tensors(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Each weight is unpacked once, however many of its parts are taken."""
+        found = {name: self._tensor(name) for name in {part.name: None for part in parts}}
+        return [_take(found[part.name], part) for part in parts]
+
+    def _read(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
+        return self._put(_take(self._tensor(part.name), part), dtype)
+
+    def _put(self, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(tensor, QuantizedTensor):
             return torch.from_numpy(tensor.dequantize()).to(self.device, dtype)
         # A copy: the checkpoint maps its file.
         return to_torch(tensor).to(self.device, dtype, copy=True)
+
+
+def _part(part: str | Part) -> Part:
+    return Part(part) if isinstance(part, str) else part
+
+
+def _take(tensor: Tensor, part: Part) -> Tensor:
+    if part.rows is not None:
+        tensor = tensor.rows(part.rows.start, part.rows.stop)
+    if part.columns is not None:
+        tensor = tensor.cut(part.columns.start, part.columns.stop)
+    return tensor
+
+
+def _pick(tensor: Tensor, pieces: Pieces) -> DenseTensor:
+    """Pieces of an axis, side by side."""
+    if isinstance(tensor, QuantizedTensor):
+        tensor = DenseTensor(tensor.dequantize(), "float32")
+    before = (slice(None),) * pieces.axis
+    parts = [tensor.data[(*before, slice(span.start, span.stop))] for span in pieces.spans]
+    data = parts[0] if len(parts) == 1 else np.concatenate(parts, pieces.axis)
+    return DenseTensor(data, tensor.dtype)
+
+
+def _concat(tensors: Sequence[Tensor]) -> QuantizedTensor | None:
+    """The weights stacked, if all are quantised alike."""
+    first, *others = tensors
+    if not isinstance(first, QuantizedTensor):
+        return None
+    same = [p for p in others if isinstance(p, QuantizedTensor) and first.can_concat(p)]
+    if len(same) < len(others):
+        return None
+    return first.concat(same) if same else first
 
 
 def to_torch(tensor: DenseTensor) -> torch.Tensor:

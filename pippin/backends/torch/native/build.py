@@ -20,7 +20,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("attention.cpp", "kernels.cpp", "packed.cpp")
+_SOURCES = ("attention.cpp", "kernels.cpp", "packed.cpp", "reduce.cpp")
 _HEADERS = ("multiply.h", "pool.h", "vectors.h")
 _FLAGS = (
     "-O3", "-march=native", "-std=c++20", "-fPIC", "-pthread", "-ffp-contract=fast",

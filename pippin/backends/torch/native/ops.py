@@ -65,6 +65,7 @@ class Kernels:
         """Raises ``NoKernels``."""
         library = load_library(cache)
         library.pippin_threads(threads)
+        self.library = library
         self._attend = library.pippin_attend
         self._attend.argtypes = [c_void_p] * 5
         self._mix = library.pippin_mix

@@ -1,0 +1,253 @@
+"""Brings an engine up: the model's files, the stages and their processes, the KV cache's size."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from pippin.clock import Clock, SystemClock
+from pippin.config import Config, environment
+from pippin.engine.backend import choose_backend, load_runner
+from pippin.engine.blocks import KVCacheManager
+from pippin.engine.budget import MAX_TOKENS, StepBudget
+from pippin.engine.calibrate import calibrate
+from pippin.engine.core import EngineCore, Stages
+from pippin.engine.depth import PipelineShape
+from pippin.engine.followers import Followers
+from pippin.engine.pipeline import Pipeline, Wake, announcement, facts, greet
+from pippin.engine.ranks import Ranks, lost_error
+from pippin.engine.scheduler import Scheduler
+from pippin.engine.sizing import KVSize, size_stages
+from pippin.engine.spec import Allocate, StageFacts, StageSpec
+from pippin.engine.split import given_counts, head_layers, layer_counts, ranges
+from pippin.errors import ConfigError, LinkError, OutOfMemory, PippinError, StageMismatch
+from pippin.models.checkpoint import open_checkpoint
+from pippin.models.files import ModelFiles, resolve
+from pippin.transport.link import Link
+from pippin.types.message import Ready, StageInfo
+from pippin.types.model import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+
+def start(config: Config, clock: Clock | None = None) -> EngineCore:
+    """See ``core.load``."""
+    clock = clock or SystemClock()
+    started = clock.monotonic()
+    environ = environment()
+    files = resolve(
+        config.model.model,
+        revision=config.model.revision,
+        offline=environ.hub_offline,
+        home=environ.home,
+    )
+    backend, why = choose_backend(config)
+    parallel = config.parallel
+    if parallel.pipeline_parallel_size * parallel.tensor_parallel_size == 1:
+        if parallel.pipeline_split is not None:
+            given_counts(parallel.pipeline_split, *_layers_and_stages(files, config))
+        stages = Stages(load_runner(backend, config, files))
+        spec = StageSpec(
+            config=config,
+            backend=backend,
+            stage=0,
+            num_stages=1,
+            layers=(0, stages.runner.info.num_layers),
+        )
+    else:
+        stages, spec = _start_ranks(config, backend, files)
+    try:
+        return assemble(config, stages, spec, f"{why}; {stages.runner.reason}", started, clock)
+    except BaseException as error:
+        stages.close("the leader could not start")
+        if isinstance(error, LinkError):
+            raise stages.describe_loss(error) from error
+        raise
+
+
+def assemble(
+    config: Config, stages: Stages, spec: StageSpec, reason: str, started: float, clock: Clock
+) -> EngineCore:
+    runner, info = stages.runner, stages.runner.info
+    available = spec.config.cache.kv_cache_bytes or runner.available_kv_bytes(
+        config.scheduler.max_num_batched_tokens or MAX_TOKENS, config.scheduler.max_num_seqs
+    )
+    own = stages.followers.gather(facts(spec, runner, available))
+    everybody = [own] if stages.pipeline is None else stages.pipeline.gather(own)
+    _check_layers([stage.layers for stage in everybody], info.num_layers)
+    size, note = _size(config, info, everybody)
+    sizes = Allocate(size.num_blocks, config.cache.block_size)
+    if stages.pipeline is not None:
+        stages.pipeline.allocate(sizes)
+    stages.followers.allocate(sizes)
+    runner.allocate_kv(size.num_blocks, config.cache.block_size)
+    kv = KVCacheManager(
+        info.kv_groups,
+        size.num_blocks,
+        config.cache.block_size,
+        fingerprint=info.fingerprint,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
+    splits = stages.count == 1 and runner.splits_layers and info.num_layers > 1
+    budget = StepBudget(config.scheduler, config.cache.block_size, splits_layers=splits)
+    calibrate(
+        budget,
+        lambda plan: stages.timed(plan, clock),
+        num_blocks=size.num_blocks,
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )
+    scheduler = Scheduler(
+        config.scheduler, kv, budget, size.max_model_len, split_layers=info.num_layers * splits
+    )
+    scheduler.set_pipeline(PipelineShape(stages.count))
+    ready = Ready(
+        pid=os.getpid(),
+        model_name=_served_name(config),
+        architecture=info.architecture,
+        num_layers=info.num_layers,
+        vocab_size=info.vocab_size,
+        max_model_len=size.max_model_len,
+        max_model_len_note=note,
+        num_blocks=size.num_blocks,
+        block_size=config.cache.block_size,
+        kv_tokens=size.kv_tokens,
+        kv_bytes=size.kv_bytes,
+        weights_bytes=sum(stage.weights_bytes for stage in everybody),
+        dtype=info.dtype,
+        quantization=info.quantization,
+        backend=spec.backend,
+        backend_reason=reason,
+        device=runner.device,
+        load_seconds=clock.monotonic() - started,
+        stages=tuple(
+            StageInfo(
+                rank=stage.stage,
+                node=stage.node,
+                pid=stage.pid,
+                layers=stage.layers,
+                backend=stage.backend,
+                device=stage.device,
+                weights_bytes=stage.weights_bytes,
+            )
+            for stage in everybody
+        ),
+    )
+    return EngineCore(stages, scheduler, ready, clock)
+
+
+def _check_layers(held: Sequence[tuple[int, int]], num_layers: int) -> None:
+    """Every layer exactly once. Raises ``StageMismatch``."""
+    borders = [0, *(last for _, last in held)]
+    if [first for first, _ in held] != borders[:-1] or borders[-1] != num_layers:
+        raise StageMismatch(
+            f"the stages hold layers {', '.join(f'[{a}, {b})' for a, b in held)} of {num_layers}",
+            hint="each layer must be held by one stage: start all with the same --pipeline-split",
+        )
+
+
+def _start_ranks(config: Config, backend: str, files: ModelFiles) -> tuple[Stages, StageSpec]:
+    """Start the other ranks' processes, load this one, and connect them all."""
+    ranks = Ranks(config, backend, _split(config, files))
+    spec = ranks.leader
+    affinity = os.sched_getaffinity(0) if spec.cpus else None
+    links: list[Link] = []
+
+    def close_others() -> None:
+        ranks.stop()
+        for link in links:
+            link.close(0.0)
+        if affinity is not None:
+            os.sched_setaffinity(0, affinity)
+
+    def describe(error: LinkError) -> PippinError:
+        loss = ranks.loss()
+        return error if loss is None else lost_error(loss)
+
+    try:
+        ranks.start()
+        if spec.cpus:
+            os.sched_setaffinity(0, spec.cpus)
+        wake = Wake()
+        if spec.inbox is not None:
+            links.append(Link.bind(spec.inbox, wake=wake.notify))
+        if spec.next is not None:
+            links.append(Link.connect(spec.next, wake=wake.notify))
+        followers = [Link.connect(address) for address in spec.followers]
+        links += followers
+        runner = load_runner(backend, spec.config, files, spec.layers, spec.group)
+        mine = announcement(spec, runner, runner.info.dtype)
+        greet(links, spec, mine, ranks.failure)
+    except BaseException:
+        close_others()
+        raise
+    pipeline = None
+    if spec.num_stages > 1:
+        pipeline = Pipeline(links[1], links[0], spec.num_stages, wake)
+    return Stages(runner, pipeline, Followers(followers), describe, close_others), spec
+
+
+def _split(config: Config, files: ModelFiles) -> tuple[tuple[int, int], ...]:
+    """Layers of each stage. Raises ``ConfigError``."""
+    num_layers, stages = _layers_and_stages(files, config)
+    given = config.parallel.pipeline_split
+    if given is not None:
+        return ranges(given_counts(given, num_layers, stages))
+    checkpoint = open_checkpoint(files)
+    head = head_layers(
+        checkpoint.config["hidden_size"],
+        checkpoint.config["vocab_size"],
+        checkpoint.num_parameters,
+        num_layers,
+    )
+    return ranges(layer_counts(num_layers, stages, head))
+
+
+def _layers_and_stages(files: ModelFiles, config: Config) -> tuple[int, int]:
+    num_layers = int(open_checkpoint(files).config["num_hidden_layers"])
+    return num_layers, config.parallel.pipeline_parallel_size
+
+
+def _size(
+    config: Config, info: ModelInfo, stages: Sequence[StageFacts]
+) -> tuple[KVSize, str | None]:
+    """Sizes of the KV cache, and a note where the context was shortened to fit."""
+    asked = config.model.max_model_len
+    if asked is not None and asked > info.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {asked} is longer than the model's own"
+            f" {info.max_position_embeddings} tokens",
+            hint=f"--max-model-len {info.max_position_embeddings}",
+        )
+    wanted = asked or info.max_position_embeddings
+    size = size_stages(
+        [(stage.available_kv_bytes, stage.kv_groups) for stage in stages],
+        config.cache.block_size,
+        wanted,
+        config.scheduler.max_num_seqs,
+        config.scheduler.max_num_batched_tokens or MAX_TOKENS,
+    )
+    if size.max_model_len == wanted:
+        return size, None
+    available = min(stage.available_kv_bytes for stage in stages)
+    where = " of the stage with least" if len(stages) > 1 else ""
+    if asked is not None:
+        raise OutOfMemory(
+            f"the KV cache of one request of {asked} tokens does not fit in"
+            f" {available / 2**30:.2f} GiB{where}",
+            hint=f"--max-model-len {size.max_model_len}, or more memory for the cache"
+            " (--gpu-memory-utilization, --kv-cache-memory-bytes)",
+        )
+    note = (
+        f"the model's own length of {wanted} tokens does not fit in the"
+        f" {available / 2**30:.2f} GiB{where} left for the KV cache: shortened to"
+        f" {size.max_model_len}"
+    )
+    logger.warning(note)
+    return size, note
+
+
+def _served_name(config: Config) -> str:
+    names = config.model.served_model_name
+    return names[0] if names else config.model.model
