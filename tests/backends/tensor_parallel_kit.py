@@ -17,14 +17,15 @@ import torch
 from torch_tiny import Driver
 
 from pippin.backends.base import GroupSpec
-from pippin.backends.torch import group as group_module
-from pippin.backends.torch import runner, shared_memory
+from pippin.backends.torch import collectives, meeting, runner, shared_memory
 from pippin.config import Config, ModelConfig, ParallelConfig
 from pippin.errors import PippinError
 from pippin.models.checkpoint import open_checkpoint
 from pippin.models.files import ModelFiles
 
 SECONDS = 90.0
+#: What must outlive a call.
+_HELD: list[Any] = []
 CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -32,16 +33,27 @@ class Ranks:
     """Processes that each run the function they are told to, with their rank and group first."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Compiled here, and not by ranks that others wait for.
+        runner._kernels()
         self._ends: list[Connection] = []
-        self.processes = []
+        self.processes: list[Any] = []
         for rank in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
-            process.start()
-            theirs.close()
-            self._ends.append(ours)
+            end, process = self._spawn(rank)
+            self._ends.append(end)
             self.processes.append(process)
+
+    def _spawn(self, rank: int) -> tuple[Connection, Any]:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+        process.start()
+        theirs.close()
+        return ours, process
+
+    def replace(self, rank: int) -> None:
+        """Start a rank anew that was killed."""
+        self.processes[rank].join()
+        self._ends[rank], self.processes[rank] = self._spawn(rank)
 
     def start(self, size: int, function: Callable[..., Any], *args: Any) -> None:
         """Have the first ``size`` processes call ``function(spec, *args)``."""
@@ -187,21 +199,27 @@ def wait_for_others(
     spec: GroupSpec, patient: int, seconds: float, native: bool, files: ModelFiles
 ) -> str:
     """Rank ``patient`` sums for ever, and returns the error in which that ends; others stop after
-    one sum and wait to be killed or stopped."""
-    shared_memory.STEP_SECONDS = group_module.STEP_SECONDS = seconds
-    from pippin.backends.torch import collectives
-
-    collectives.STEP_SECONDS = seconds
-    loaded = load(spec, files, native=native)
+    one sum, still holding their end."""
+    kept = shared_memory.STEP_SECONDS, collectives.STEP_SECONDS
+    shared_memory.STEP_SECONDS = collectives.STEP_SECONDS = seconds
+    try:
+        loaded = load(spec, files, native=native)
+    finally:
+        if spec.rank != patient:
+            shared_memory.STEP_SECONDS, collectives.STEP_SECONDS = kept
     assert loaded._group is not None
     loaded._group.sum(torch.ones(3))
-    while spec.rank == patient:
-        try:
+    if spec.rank != patient:
+        _HELD[:] = [loaded]
+        return "summed once"
+    try:
+        while True:
             loaded._group.sum(torch.ones(3))
-        except PippinError as error:
-            loaded.close()
-            return f"{type(error).__name__}: {error}"
-    return "summed once"
+    except PippinError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        loaded.close()
+        shared_memory.STEP_SECONDS, collectives.STEP_SECONDS = kept
 
 
 def with_own_options(spec: GroupSpec, files: ModelFiles, options: Sequence[dict[str, Any]]) -> None:
@@ -218,7 +236,7 @@ def meet_as_first_of_two(spec: GroupSpec, address: str, seconds: float) -> str:
 
 def _meet(rank: int, address: str, seconds: float) -> str:
     try:
-        group_module.Meeting(GroupSpec(rank, 2, "gloo", (address, address)), seconds)
+        meeting.Meeting(GroupSpec(rank, 2, "gloo", (address, address)), seconds)
     except PippinError as error:
         return f"{type(error).__name__}: {error}"
     return "met"

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
-from pippin.backends.torch.group import INIT_SECONDS, LOAD_SECONDS, STEP_SECONDS, Meeting, lost
+from pippin.backends.torch.group import STEP_SECONDS
+from pippin.backends.torch.meeting import INIT_SECONDS, LOAD_SECONDS, Meeting, listen, lost
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class GlooGroup:
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=STEP_SECONDS)
-        store = PrefixStore("gloo", meeting.store)
+        store = _store(meeting)
         self._group: Any = _checked(lambda: gloo(store, self.rank, self.size, options))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,8 @@ class GlooGroup:
         """Nothing runs on."""
 
     def close(self) -> None:
-        """Nothing: connections close with the process, or with the last reference."""
+        self._meeting.close()
+        self._group = None
 
 
 class NcclGroup:
@@ -75,10 +76,11 @@ class NcclGroup:
         self._device = device
         self._lost = False
         torch.cuda.set_device(device)
+        store = _store(meeting)
         _checked(
             lambda: dist.init_process_group(
                 "nccl",
-                store=PrefixStore("nccl", meeting.store),
+                store=store,
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=_NCCL_WATCH_SECONDS),
@@ -109,6 +111,7 @@ class NcclGroup:
         self._finish(STEP_SECONDS)
 
     def close(self) -> None:
+        self._meeting.close()
         if not dist.is_initialized():
             return
         if self._lost and dist.group.WORLD is not None:
@@ -126,6 +129,33 @@ class NcclGroup:
                 self._lost = True
                 raise lost("(unknown)", f"the GPU has waited for {seconds:.0f} s")
             time.sleep(0)
+
+
+def _store(meeting: Meeting) -> Any:
+    """torch's own meeting point, which its groups want, beside ours."""
+    timeout = timedelta(seconds=INIT_SECONDS)
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]
+    if meeting.rank == 0:
+        listener = listen(meeting.host, 0)
+        port = listener.getsockname()[1]
+        # The store takes the descriptor over.
+        store = _checked(
+            lambda: make(
+                meeting.host,
+                port,
+                meeting.size,
+                is_master=True,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        )
+        meeting.share("store", str(port), INIT_SECONDS)
+        return store
+    port = int(meeting.share("store", "", INIT_SECONDS)[0])
+    return _checked(
+        lambda: make(meeting.host, port, meeting.size, timeout=timeout, wait_for_workers=False)
+    )
 
 
 def _checked(call: Callable[[], T]) -> T:

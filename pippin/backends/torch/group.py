@@ -10,27 +10,18 @@ Every wait has a deadline: a rank that is gone or stands still ends the others' 
 
 from __future__ import annotations
 
-import logging
-import socket
-import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from pippin.backends.base import GroupSpec
+from pippin.backends.torch.meeting import LOAD_SECONDS, Meeting, split_address
 from pippin.backends.torch.native.ops import Kernels
-from pippin.errors import ConfigError, PeerLost, PortInUse
+from pippin.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
-#: Seconds that ranks wait for each other: to appear,
-INIT_SECONDS = 60.0
-#: ... to have read their weights,
-LOAD_SECONDS = 900.0
-#: ... and to come to the same place of a step.
+#: Seconds that ranks wait for each other in a step.
 STEP_SECONDS = 8.0
 
 
@@ -65,68 +56,6 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
-class Meeting:
-    """The store at the first rank's address, where ranks find each other."""
-
-    def __init__(self, spec: GroupSpec, seconds: float = INIT_SECONDS) -> None:
-        """Raises ``PortInUse``, ``ConfigError`` or ``PeerLost``."""
-        self.rank, self.size = spec.rank, spec.size
-        self.address = spec.addresses[0]
-        host, port = split_address(self.address)
-        listener = _listen(host, port) if spec.rank == 0 else None
-        try:
-            self.store = dist.TCPStore(  # type: ignore[attr-defined]
-                host,
-                port,
-                spec.size,
-                is_master=listener is not None,
-                timeout=timedelta(seconds=seconds),
-                wait_for_workers=False,
-                # It takes the descriptor over.
-                master_listen_fd=None if listener is None else listener.detach(),
-            )
-        except RuntimeError as error:
-            raise PeerLost(
-                f"rank {spec.rank} does not reach rank 0 of its tensor-parallel group at"
-                f" {self.address}: {error}",
-                hint="is it running, and is the address reachable from here?",
-            ) from error
-        self.share("met", "", seconds)
-
-    def share(
-        self, key: str, value: str, seconds: float, check: Callable[[int], None] | None = None
-    ) -> list[str]:
-        """See ``Group.share``. ``check``: asked about once a second whether a rank still lives."""
-        deadline = time.monotonic() + seconds
-        try:
-            self.store.set(f"{key}/{self.rank}", value)
-            return [self._get(f"{key}/{rank}", rank, deadline, check) for rank in range(self.size)]
-        except RuntimeError as error:
-            raise PeerLost(
-                f"the meeting point of the tensor-parallel group ({self.address}) is gone: {error}",
-                hint="the first rank ended; its log says why",
-            ) from error
-
-    def _get(
-        self, key: str, rank: int, deadline: float, check: Callable[[int], None] | None
-    ) -> str:
-        while not self.store.check([key]):
-            if check is not None:
-                check(rank)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise PeerLost(
-                    f"rank {rank} of the tensor-parallel group at {self.address} did not come",
-                    hint="its log says whether it started, and what it is doing",
-                )
-            try:
-                self.store.wait([key], timedelta(seconds=min(1.0, left)))
-            except dist.DistStoreError:
-                continue
-        value: bytes = self.store.get(key)
-        return value.decode()
-
-
 def connect(spec: GroupSpec, device: torch.device, kernels: Kernels | None) -> Group:
     """Meet the other ranks. Raises ``ConfigError``, ``PortInUse`` or ``PeerLost``."""
     _check(spec, device)
@@ -141,21 +70,6 @@ def connect(spec: GroupSpec, device: torch.device, kernels: Kernels | None) -> G
     if shared is not None:
         return shared
     return GlooGroup(meeting, split_address(spec.addresses[spec.rank])[0])
-
-
-def lost(rank: int | str, why: str) -> PeerLost:
-    return PeerLost(
-        f"rank {rank} of the tensor-parallel group is lost: {why}",
-        hint="its own log says why; the stage has to be started again",
-    )
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """``host:port``. Raises ``ConfigError``."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"{address!r} is no address of a rank", hint="host:port")
-    return host.strip("[]"), int(port)
 
 
 def _check(spec: GroupSpec, device: torch.device) -> None:
@@ -174,25 +88,3 @@ def _check(spec: GroupSpec, device: torch.device) -> None:
             "this torch has no NCCL",
             hint="install a CUDA build of torch, or --device cpu",
         )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket on the address that the plan names, and on no other."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
-            0
-        ]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"{host} is no address of this machine: {error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise PortInUse(
-            f"rank 0 of the tensor-parallel group cannot listen on {host}:{port}: {error.strerror}",
-            hint="another process uses the port, or the address is not this machine's",
-        ) from error
-    return listener

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from pippin.backends.torch.group import INIT_SECONDS, LOAD_SECONDS, STEP_SECONDS, Meeting, lost
+from pippin.backends.torch.group import STEP_SECONDS
+from pippin.backends.torch.meeting import INIT_SECONDS, LOAD_SECONDS, Meeting, lost
 from pippin.backends.torch.native.exchange import MOST_RANKS, Exchange, region_bytes
 from pippin.backends.torch.native.ops import Kernels
 
@@ -69,13 +70,14 @@ class SharedMemoryGroup:
         return out
 
     def share(self, key: str, value: str, seconds: float = LOAD_SECONDS) -> list[str]:
-        return self._meeting.share(key, value, seconds, self._check)
+        return self._meeting.share(key, value, seconds)
 
     def finish(self) -> None:
         """Nothing runs on."""
 
     def close(self) -> None:
         """The others notice at once, where they still wait for this rank."""
+        self._meeting.close()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -17,6 +17,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
@@ -45,7 +47,7 @@ def load_library(cache: Path) -> ctypes.CDLL:
         raise NoKernels("no g++ on the PATH")
     path = cache / f"kernels-{_key(compiler)}.so"
     if not path.is_file():
-        _compile(compiler, path)
+        _compile_once(compiler, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -67,10 +69,22 @@ def _key(compiler: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
+def _compile_once(compiler: str, path: Path) -> None:
+    """Ranks that start together wait for the one that compiles."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock"), timeout=2 * _TIMEOUT):
+            if not path.is_file():
+                _compile(compiler, path)
+    except Timeout as error:
+        raise NoKernels(f"another process has compiled for {2 * _TIMEOUT} s") from error
+    except OSError as error:
+        raise NoKernels(f"{path.parent} is not writable: {error}") from error
+
+
 def _compile(compiler: str, path: Path) -> None:
     logger.info("compiling CPU kernels (once on this machine)")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
             objects = [str(Path(folder) / name) + ".o" for name in _SOURCES]
