@@ -56,7 +56,6 @@ class MlxRunner:
         self.info = info
         self.device = choice.description
         self.reason = reason
-        self.splits_layers = False
         self.sampler = MlxSampler(info.vocab_size)
         self._model = model
         self._choice = choice
