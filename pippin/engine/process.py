@@ -70,6 +70,7 @@ class Leader:
             match message:
                 case Hello():
                     self._clients.add(client)
+                    self._busy_told = ()
                     self._channel.send(client, self._engine.ready)
                 case Add(requests):
                     for request in requests:

@@ -25,7 +25,7 @@ from pippin.types.request import Request, SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "backends"))
 
-from pippin.backends.torch.runner import load_checkpoint  # noqa: E402
+from pippin.backends.torch.runner import load_checkpoint
 
 
 class Ring:
