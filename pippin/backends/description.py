@@ -46,6 +46,15 @@ def read_config(raw: dict[str, Any], supported: tuple[str, ...]) -> Any:
         raise ModelInvalid(f"config.json does not describe a {kind} model: {error}") from error
 
 
+def rope_switch(config: Any) -> int | None:
+    """See ``ModelInfo.rope_switch``."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") != "longrope":
+        return None
+    original: int = parameters["original_max_position_embeddings"]
+    return original if original < config.max_position_embeddings else None
+
+
 def layer_windows(config: Any) -> tuple[int | None, ...]:
     """Per layer, its attention window where it is shorter than the context."""
     window: int | None = getattr(config, "sliding_window", None)

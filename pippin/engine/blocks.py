@@ -56,7 +56,9 @@ class KVCacheManager:
         *,
         fingerprint: str = "",
         enable_prefix_caching: bool = True,
+        rope_switch: int | None = None,
     ) -> None:
+        """``rope_switch``: see ``ModelInfo``."""
         if any(group.kind is KVKind.STATE for group in groups):
             raise UnsupportedModel(
                 "The model keeps recurrent state, which is not supported yet.",
@@ -73,6 +75,7 @@ class KVCacheManager:
         """Prompt tokens found since the start."""
         self._caching = enable_prefix_caching
         self._fingerprint = fingerprint.encode()
+        self._rope_switch = rope_switch
         self._windows = tuple(group.window for group in groups)
         self._nothing_new: tuple[tuple[int, ...], ...] = ((),) * len(groups)
         self._computing: dict[bytes, Sequence] = {}
@@ -155,15 +158,22 @@ class KVCacheManager:
         total = len(seq.tokens) // size
         if len(hashes) >= total:
             return
-        parent = hashes[-1] if hashes else self._root(seq.request.cache_salt)
+        parent = hashes[-1] if hashes else self._root(seq)
         for index in range(len(hashes), total):
             tokens = array("I", seq.tokens[index * size : (index + 1) * size])
             parent = hashlib.blake2b(parent + tokens.tobytes(), digest_size=32).digest()
             hashes.append(parent)
 
-    def _root(self, salt: str) -> bytes:
+    def _root(self, seq: Sequence) -> bytes:
         root = hashlib.blake2b(self._fingerprint, digest_size=32)
-        return hashlib.blake2b(root.digest() + salt.encode(), digest_size=32).digest()
+        if self._rope_switch is not None and len(seq.tokens) > self._rope_switch:
+            root.update(b"long")
+        salt = seq.request.cache_salt.encode()
+        return hashlib.blake2b(root.digest() + salt, digest_size=32).digest()
+
+    def must_start_anew(self, seq: Sequence) -> bool:
+        """Whether the newest token makes everything computed for ``seq`` useless."""
+        return self._rope_switch is not None and len(seq.tokens) == self._rope_switch + 1
 
     # Blocks of a sequence
 

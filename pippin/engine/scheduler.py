@@ -330,9 +330,7 @@ class Scheduler:
         if not self._can_split(step):
             return False
         start = seq.num_scheduled
-        wanted = min(
-            len(seq.tokens) - start, self._rows_left(step, seq), -(-step.tokens_left // 2)
-        )
+        wanted = min(len(seq.tokens) - start, self._rows_left(step, seq), -(-step.tokens_left // 2))
         count = self._budget.part(step.seconds, start, wanted, self._split_layers)
         count = self._back(step, seq, count)
         if count:
@@ -454,13 +452,17 @@ class Scheduler:
                     self._overtaken = seq
             else:
                 self._running.remove(victim)
-                self._release(victim)
-                victim.state = SequenceState.WAITING
-                insort(self._waiting, victim, key=_rank)
+                self._put_back(victim)
                 self._num_preemptions += 1
                 step.preempted = True
                 return True
         return False
+
+    def _put_back(self, seq: Sequence) -> None:
+        """Let a running sequence, taken from the list of these, start anew."""
+        self._release(seq)
+        seq.state = SequenceState.WAITING
+        insort(self._waiting, seq, key=_rank)
 
     def _release(self, seq: Sequence) -> None:
         if seq.entered:
@@ -516,6 +518,10 @@ class Scheduler:
         seq.tokens.append(sampled.token_id)
         logprobs = None if sampled.logprobs is None else [sampled.logprobs]
         ending = seq.ending(self._max_model_len)
+        if ending is None and self._kv.must_start_anew(seq):
+            self._running.remove(seq)
+            self._put_back(seq)
+            seq.hashes.clear()
         if ending is None:
             return seq.output([sampled.token_id], logprobs)
         reason, stop = ending

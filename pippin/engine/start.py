@@ -88,6 +88,7 @@ def assemble(
         config.cache.block_size,
         fingerprint=info.fingerprint,
         enable_prefix_caching=config.cache.enable_prefix_caching,
+        rope_switch=info.rope_switch,
     )
     splits = stages.count == 1 and runner.splits_layers and info.num_layers > 1
     budget = StepBudget(config.scheduler, config.cache.block_size, splits_layers=splits)

@@ -121,7 +121,8 @@ class StepBuilder:
                 num_logits = max(num_logits, 1)
                 self._rows.append(SampleRow(self.num_rows + num_logits - 1, seq.slot, end))
         tokens = seq.tokens[start:end]
-        self._chunks.append(Chunk(seq.slot, start, tokens, new_blocks, num_logits, layers))
+        known = len(seq.tokens)
+        self._chunks.append(Chunk(seq.slot, start, tokens, new_blocks, num_logits, layers, known))
         self._sequences.append(seq)
         if not seq.entered:
             seq.entered = True

@@ -53,3 +53,6 @@ class ModelInfo:
     fingerprint: str
     """Hash of configuration and weights' identity: salts the prefix cache."""
     kv_groups: tuple[KVGroup, ...]
+    rope_switch: int | None = None
+    """Longrope: a sequence of more tokens than this turns all its positions otherwise, so what was
+    computed for a shorter one is of no use to it."""

@@ -28,10 +28,18 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Layers [first, last) only; None for all. A chunk that runs a few layers at a time stands in
     consecutive plans, the last of its chunks, with the same tokens, until its last layer: the stage
     keeps its hidden states in between. Block tables grow in the first of these plans."""
+    num_known: int = 0
+    """Tokens of the sequence that are known, if more than ``end``: rope variants depend on the
+    length of the whole prompt, not of the chunks so far."""
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    @property
+    def length(self) -> int:
+        """Of the sequence."""
+        return max(self.end, self.num_known)
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

@@ -146,7 +146,7 @@ class BatchBuilder:
         for chunk in chunks:
             first = len(ids)
             ids.extend(chunk.token_ids)
-            lengths.append((first, len(ids), chunk.end))
+            lengths.append((first, len(ids), chunk.length))
             wanted.extend(range(len(ids) - chunk.num_logits, len(ids)))
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
         return Batch(
