@@ -30,6 +30,7 @@ from pathlib import Path
 MTU = 65_000
 
 _PREFIX = "pippin-"
+_DIRECTORY = "ppn-"  # short, since Unix sockets lie in it
 _numbers = itertools.count()
 
 
@@ -206,7 +207,7 @@ class Net:
     ) -> None:
         self._name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
         self._switch = f"{self._name}-switch"
-        self._directory = Path(tempfile.mkdtemp(prefix="pip-"))  # short: Unix sockets lie in it
+        self._directory = Path(tempfile.mkdtemp(prefix=f"{_DIRECTORY}{os.getpid()}-"))
         self._count = count
         available = sorted(os.sched_getaffinity(0))
         self._cpus = cpus or [str(available[i % len(available)]) for i in range(count)]
@@ -304,6 +305,10 @@ def _sweep() -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             _ip("netns", "del", name)
+    for directory in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY}*"):
+        owner = directory.name.removeprefix(_DIRECTORY).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def free_port(host: Host) -> int:
