@@ -130,16 +130,13 @@ class Sequence:
     def sampling_state(self) -> SamplingState:
         """What the sampler needs when the sequence enters, or enters again."""
         request = self.request
-        stop = frozenset(request.params.stop_token_ids)
-        if not request.params.ignore_eos:
-            stop |= frozenset(request.eos_token_ids)
         return SamplingState(
             params=request.params,
             seed=request.seed,
             choice=request.choice,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=self.tokens[self.num_prompt :],
-            stop_token_ids=stop,
+            stop_token_ids=frozenset((*request.params.stop_token_ids, *request.eos_token_ids)),
             bad_words_token_ids=request.bad_words_token_ids,
         )
 

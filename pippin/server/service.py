@@ -229,7 +229,7 @@ class Service:
         if len(prompt.token_ids) <= keep:
             return prompt
         ids = prompt.token_ids[-keep:]
-        return _Prompt(ids, self.tokenizer.decode(ids) if prompt.echo else "")
+        return _Prompt(ids, self.tokenizer.decode_whole(ids) if prompt.echo else "")
 
     async def _prompts(self, parsed: Parsed) -> list[_Prompt]:
         if isinstance(parsed.prompt, ChatPrompt):
@@ -248,7 +248,7 @@ class Service:
             if len(ids) <= self.ready.max_model_len or parsed.truncate is not None:
                 self.check_token_ids(ids, "prompt")
                 if parsed.shape.echo:
-                    echo = self.tokenizer.decode(
+                    echo = self.tokenizer.decode_whole(
                         ids, skip_special_tokens=parsed.params.skip_special_tokens
                     )
         return _checked(ids, echo if parsed.shape.echo else "", "prompt")
