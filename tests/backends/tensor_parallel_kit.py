@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch_tiny import Driver
 
-from pippin.backends.base import GroupSpec
+from pippin.backends.base import GroupSpec, HiddenStates
 from pippin.backends.torch import collectives, meeting, runner, shared_memory
 from pippin.config import Config, ModelConfig, ParallelConfig
 from pippin.errors import PippinError
 from pippin.models.checkpoint import open_checkpoint
 from pippin.models.files import ModelFiles
+from pippin.types.step import Chunk, StepPlan
 
 SECONDS = 90.0
 #: What must outlive a call.
@@ -116,7 +117,12 @@ class _Quiet:
 
 
 def load(
-    spec: GroupSpec, files: ModelFiles, *, dtype: str = "float32", native: bool = True
+    spec: GroupSpec,
+    files: ModelFiles,
+    *,
+    dtype: str = "float32",
+    native: bool = True,
+    **layers: int,
 ) -> runner.TorchRunner:
     config = Config(
         model=ModelConfig(device="cpu", dtype=dtype), parallel=ParallelConfig(cpus_per_rank=1)
@@ -128,6 +134,7 @@ def load(
         fingerprint=files.fingerprint,
         group=spec,
         native=native,
+        **layers,
     )
 
 
@@ -176,6 +183,39 @@ def greedy(spec: GroupSpec, files: ModelFiles, token_ids: list[int], prompt: int
     rows += [driver.step({0: 1})[0] for _ in range(len(token_ids) - prompt)]
     loaded.close()
     return [int(row.argmax()) for row in rows]
+
+
+def two_stages(
+    spec: GroupSpec, files: ModelFiles, token_ids: list[int], first: int, between: str
+) -> dict[str, Any]:
+    """A stage of layers [0, first) and one of the others, both cut; between them, what the first
+    rank of the one gives goes to all ranks of the other, as a link would bring it (here by way of
+    the address ``between``)."""
+    hop = meeting.Meeting(GroupSpec(spec.rank, spec.size, "gloo", (between,) * spec.size))
+    front = load(spec, files, last_layer=first)
+    back = load(spec, files, first_layer=first)
+    groups = len(front.info.kv_groups)
+    rows = []
+    for number, (start, stop) in enumerate(((0, 9), (9, 10), (10, len(token_ids)))):
+        table = tuple(range(-(-start // 4), -(-stop // 4)))
+        chunk = Chunk(0, start, token_ids[start:stop], (table,) * groups, stop - start)
+        if not number:
+            front.allocate_kv((16,) * groups, 4)
+            back.allocate_kv((16,) * groups, 4)
+        plan = StepPlan(number, (chunk,))
+        hidden = front.execute(plan)
+        if spec.rank:
+            assert hidden is None
+        sent = bytes(hidden.data).hex() if isinstance(hidden, HiddenStates) else ""
+        data = memoryview(bytes.fromhex(hop.share(f"hidden/{number}", sent)[0]))
+        shape = (stop - start, front.info.hidden_size)
+        out = back.execute(plan, HiddenStates("float32", shape, data))
+        if isinstance(out, torch.Tensor):
+            rows.append(out.clone())
+    layers = [[group.layers for group in each.info.kv_groups] for each in (front, back)]
+    for each in (front, back, hop):
+        each.close()
+    return {"logits": {0: torch.cat(rows).numpy()} if rows else None, "layers": layers}
 
 
 def peak_memory(spec: GroupSpec, files: ModelFiles) -> tuple[int, int]:

@@ -114,6 +114,18 @@ def test_an_embedding_in_parts(name: str, ranks: Ranks, tmp_path: Path) -> None:
     assert saved == (151 - 38) * 48 * 4
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_stages_that_are_cut_too(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    reference = save(name, _HEADS, tmp_path)
+    token_ids = prompts((19,))[0]
+    files = local_directory("tiny", tmp_path)
+    between = f"127.0.0.1:{kit.free_port()}"
+    result = ranks.call(2, kit.two_stages, files, token_ids, 1, between)[0]
+    check(result, reference, {0: token_ids})
+    held = [sorted(layer for group in stage for layer in group) for stage in result["layers"]]
+    assert held == [[0], [1, 2]]
+
+
 def test_bfloat16_stays_near_float32(ranks: Ranks, tmp_path: Path) -> None:
     reference = save("llama", _HEADS | {"initializer_range": 0.1}, tmp_path)
     tokens, steps = prompts(LENGTHS), random_steps(LENGTHS)
@@ -139,7 +151,9 @@ def test_quantised_weights_are_cut(name: str, size: int, ranks: Ranks, tmp_path:
     write(reference, path, packer, settings)
     tokens, steps = prompts(LENGTHS), random_steps(LENGTHS)
     files = resolve(str(path), home=tmp_path)
-    check(ranks.call(size, kit.logits, files, tokens, steps, {})[0], reference, tokens)
+    result = ranks.call(size, kit.logits, files, tokens, steps, {})[0]
+    check(result, reference, tokens)
+    assert ("act-order weights are dense" in result["reason"]) == ("act-order" in name)
 
 
 @pytest.mark.model

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pippin.backends.base import GroupSpec, HiddenStates
-from pippin.backends.description import read_config
+from pippin.backends.description import read_config, rope_switch
 from pippin.backends.shard import make_shard, sizes_of, whole
 from pippin.backends.torch.batch import Batch, BatchBuilder
 from pippin.backends.torch.device import DeviceChoice, choose_device, dtype_name, free_memory
@@ -319,6 +319,8 @@ def load_checkpoint(
     reasons = [choice.reason, precision.reason, kernels_reason]
     if ranks is not None:
         reasons.append(f"tensor-parallel rank {shard.rank} of {shard.size} ({ranks.description})")
+    if weights.unordered:
+        reasons.append(f"{weights.unordered} act-order weights are dense, to be cut among ranks")
     info = ModelInfo(
         name=name,
         architecture=_architecture(checkpoint),
@@ -331,6 +333,7 @@ def load_checkpoint(
         weights_bytes=weights.nbytes,
         fingerprint=f"{fingerprint}-{dtype_name(precision.dtype)}",
         kv_groups=model.groups,
+        rope_switch=rope_switch(model_config),
     )
     reason = "; ".join(why for why in reasons if why)
     return TorchRunner(model, info, choice, config.cache, reason, ranks, neighbours)

@@ -77,6 +77,9 @@ class Weights:
         self.nbytes = 0
         self.kernels = kernels
         """For the layers, where this machine has them."""
+        self.unordered = 0
+        """Quantised weights of which a part had to be made dense: their groups, of an act-order
+        checkpoint, lie across the parts."""
         self._form = form
 
     def has(self, name: str) -> bool:
@@ -222,10 +225,19 @@ class Weights:
     def _tensors(self, parts: Sequence[Part]) -> list[Tensor]:
         """Each weight is unpacked once, however many of its parts are taken."""
         found = {name: self._tensor(name) for name in {part.name: None for part in parts}}
-        return [_take(found[part.name], part) for part in parts]
+        return [self._take(found[part.name], part) for part in parts]
+
+    def _take(self, tensor: Tensor, part: Part) -> Tensor:
+        if part.rows is not None:
+            tensor = tensor.rows(part.rows.start, part.rows.stop)
+        if part.columns is not None:
+            permuted = isinstance(tensor, QuantizedTensor) and tensor.columns is not None
+            self.unordered += permuted and self._form != "dense"
+            tensor = tensor.cut(part.columns.start, part.columns.stop)
+        return tensor
 
     def _read(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
-        return self._put(_take(self._tensor(part.name), part), dtype)
+        return self._put(self._take(self._tensor(part.name), part), dtype)
 
     def _put(self, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(tensor, QuantizedTensor):
@@ -236,14 +248,6 @@ class Weights:
 
 def _part(part: str | Part) -> Part:
     return Part(part) if isinstance(part, str) else part
-
-
-def _take(tensor: Tensor, part: Part) -> Tensor:
-    if part.rows is not None:
-        tensor = tensor.rows(part.rows.start, part.rows.stop)
-    if part.columns is not None:
-        tensor = tensor.cut(part.columns.start, part.columns.stop)
-    return tensor
 
 
 def _pick(tensor: Tensor, pieces: Pieces) -> DenseTensor:
