@@ -18,16 +18,27 @@ from test_torch_models import LENGTHS, prompts, random_steps
 from torch_tiny import DYNAMIC, LONGROPE, MODELS, Driver, make_reference
 from torch_tiny import reference_logits as expected
 
+from pippin.backends.base import HiddenStates, SampleRow, SamplingState
 from pippin.backends.description import read_config
 from pippin.backends.mlx.batch import MOST_PADDING, BatchBuilder, Single, group_decodes
 from pippin.backends.mlx.model import SUPPORTED, build
-from pippin.backends.mlx.runner import load
+from pippin.backends.mlx.runner import MlxRunner, load
 from pippin.backends.mlx.weights import Weights
+from pippin.backends.mlx.wire import from_wire, to_wire
+from pippin.backends.torch.runner import load as load_torch
 from pippin.config import Config, ModelConfig
-from pippin.engine import core
-from pippin.errors import ConfigError, EngineError, ModelInvalid, OutOfMemory, UnsupportedModel
+from pippin.engine import backend as engine_backend
+from pippin.errors import (
+    ConfigError,
+    EngineError,
+    ModelInvalid,
+    OutOfMemory,
+    ProtocolError,
+    UnsupportedModel,
+)
 from pippin.models.checkpoint import open_checkpoint
 from pippin.models.files import local_directory
+from pippin.types.request import SamplingParams
 from pippin.types.step import Chunk, StepPlan
 
 CONFIG = Config(model=ModelConfig(device="cpu"))
@@ -54,16 +65,24 @@ def test_chunks_and_mixed_batches(name: str, tmp_path: Path) -> None:
         check(logits[seq], expected(reference, ids))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
-def test_only_wanted_rows_come_back(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", [1, 4])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_only_wanted_rows_come_back(name: str, wanted: int, tmp_path: Path) -> None:
+    """The last layer then runs for those rows only, beside other sequences' decodes."""
     reference = make_reference(*MODELS[name])
     driver = Driver(make_mlx(reference, tmp_path), num_blocks=64)
-    tokens = prompts((21, 30, 5))
+    tokens = prompts((21, 31, 25, 17))
     add_all(driver, tokens)
-    assert driver.step({0: 10, 1: 13}, num_logits=0) == {}
-    logits = driver.step({0: 11, 2: 5, 1: 17}, num_logits=1)
-    for seq, ids in tokens.items():
-        check(logits[seq], expected(reference, ids)[-1:])
+    assert driver.step({0: 10, 1: 13, 3: 16}, num_logits=0) == {}
+    # Neighbours, a prompt from its first token on, and one that is wanted whole.
+    logits = driver.step({3: 1} if wanted == 1 else {}, num_logits=1)
+    logits |= driver.step({0: 11, 2: 25, 1: 14}, num_logits=wanted)
+    for seq in (0, 2):
+        check(logits[seq], expected(reference, tokens[seq])[-wanted:])
+    check(logits[1], expected(reference, tokens[1])[27 - wanted : 27])
+    # What was written of the last layer is read by what follows.
+    last = driver.step({1: 4}, num_logits=4)
+    check(last[1], expected(reference, tokens[1])[-4:])
 
 
 @pytest.mark.parametrize(
@@ -82,26 +101,103 @@ def test_rope_depends_on_the_sequence_and_not_on_the_batch(
         check(logits[seq], expected(make_reference(kind, changes), ids))
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gemma3", "deepseek_v3"])
-def test_stages_pass_the_residual_stream(name: str, tmp_path: Path) -> None:
+def wide_logits(logits: Any) -> torch.Tensor:
+    if isinstance(logits, torch.Tensor):
+        return logits
+    return torch.from_numpy(np.array(logits.astype(mx.float32)))
+
+
+@pytest.mark.parametrize("backends", ["mlx mlx mlx", "mlx torch mlx", "torch mlx torch"])
+@pytest.mark.parametrize(
+    "name", ["llama-tied", "qwen2", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3"]
+)
+def test_stages_pass_the_residual_stream(name: str, backends: str, tmp_path: Path) -> None:
+    """As bytes, so that neighbours may be of different backends."""
     reference = make_reference(*MODELS[name])
     reference.save_pretrained(tmp_path)
-    stages = [
-        load(CONFIG, local_directory("tiny", tmp_path), first_layer=first, last_layer=last)
-        for first, last in ((0, 1), (1, 2), (2, 3))
-    ]
+    stages: list[Any] = []
+    for number, backend in enumerate(backends.split()):
+        settings = ModelConfig(model=str(tmp_path), device="cpu", dtype="float32")
+        loader: Any = load if backend == "mlx" else load_torch
+        files = local_directory("tiny", tmp_path)
+        stages.append(
+            loader(Config(model=settings), files, first_layer=number, last_layer=number + 1)
+        )
     groups = len(stages[0].info.kv_groups)
+    assert all(len(stage.info.kv_groups) == groups for stage in stages)
     tokens = prompts((19,))[0]
     for stage in stages:
         stage.allocate_kv((8,) * groups, 4)
     for first, last in ((0, 12), (12, 13), (13, 19)):
         table = tuple(range(-(-first // 4), -(-last // 4)))
         chunk = Chunk(0, first, tokens[first:last], (table,) * groups, last - first)
-        hidden = None
+        passed: Any = None
         for stage in stages:
-            hidden = stage.execute(StepPlan(step=0, chunks=(chunk,)), hidden)
-        assert hidden is not None
-        check(torch.from_numpy(np.array(hidden)), expected(reference, tokens)[first:last])
+            passed = stage.execute(StepPlan(step=0, chunks=(chunk,)), passed)
+            if stage is not stages[-1]:
+                assert isinstance(passed, HiddenStates)
+                assert passed.shape == (last - first, 48)
+                assert passed.data.nbytes == (last - first) * 48 * 4
+        check(wide_logits(passed), expected(reference, tokens)[first:last])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_hidden_states_survive_the_wire(dtype: str) -> None:
+    sent = mx.random.normal((5, 48)).astype(getattr(mx, dtype))
+    wire = to_wire(sent[:, :32])
+    assert (wire.dtype, wire.shape) == (dtype, (5, 32))
+    assert bytes(wire.data) == np.array(sent[:, :32].view(mx.uint8)).tobytes()
+    assert mx.array_equal(from_wire(wire, sent.dtype), sent[:, :32])
+    assert from_wire(wire, mx.float32).dtype == mx.float32
+    with pytest.raises(ProtocolError, match="int8"):
+        from_wire(HiddenStates("int8", (5, 32), wire.data), mx.float32)
+
+
+def sampled_in_turns(runner: MlxRunner, ahead: bool) -> dict[int, list[int]]:
+    """Two sets of sequences in alternate steps; with ``ahead``, the tokens of a step are read after
+    the next one was executed."""
+    groups = len(runner.info.kv_groups)
+    runner.allocate_kv((64,) * groups, 4)
+    tokens = prompts((9, 5, 14, 3), seed=6)
+    parameters = SamplingParams(temperature=0.8, top_p=0.95, logprobs=2)
+    done = dict.fromkeys(tokens, 0)
+    outputs: dict[int, list[int]] = {seq: [] for seq in tokens}
+    for seq, ids in tokens.items():
+        runner.sampler.add(seq, SamplingState(parameters, seq, 0, ids, [], frozenset()))
+    open_steps: list[tuple[Any, list[SampleRow]]] = []
+
+    def read() -> None:
+        logits, rows = open_steps.pop(0)
+        for row, token in zip(rows, runner.sampler.sample(logits, rows), strict=True):
+            outputs[row.seq].append(token.token_id)
+            tokens[row.seq].append(token.token_id)
+
+    for step in range(24):
+        chunks, rows = [], []
+        for seq in (0, 1) if step % 2 == 0 else (2, 3):
+            first, last = done[seq], len(tokens[seq])
+            table = tuple(16 * seq + i for i in range(-(-first // 4), -(-last // 4)))
+            chunks.append(Chunk(seq, first, tokens[seq][first:], (table,) * groups, 1))
+            rows.append(SampleRow(len(rows), seq, last))
+            done[seq] = last
+        open_steps.append((runner.execute(StepPlan(step, tuple(chunks))), rows))
+        if len(open_steps) > ahead:
+            read()
+    while open_steps:
+        read()
+    for seq in tokens:
+        runner.sampler.remove(seq)
+    return outputs
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_a_step_may_be_executed_before_the_last_ones_tokens_are_read(
+    name: str, tmp_path: Path
+) -> None:
+    runner = make_mlx(make_reference(*MODELS[name]), tmp_path).runner
+    one_by_one = sampled_in_turns(runner, ahead=False)
+    assert all(len(tokens) == 12 for tokens in one_by_one.values())
+    assert sampled_in_turns(runner, ahead=True) == one_by_one
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3-window"])
@@ -136,7 +232,8 @@ def test_half_precision_is_kept_through_the_layers(name: str, tmp_path: Path) ->
     config = read_config(checkpoint.config, SUPPORTED)
     model = build(config, Weights(checkpoint, mx.bfloat16), 0, config.num_hidden_layers)
     model.allocate((8,) * len(model.groups), 4)
-    builder = BatchBuilder([group.window for group in model.groups], 4)
+    windows = [group.window for group in model.groups]
+    builder = BatchBuilder(windows, 4, (8,) * len(windows), model.pool_heads)
     table = ((0, 1, 2, 3),) * len(model.groups)
     for first, last in ((0, 12), (12, 13)):
         blocks = table if first == 0 else ((),) * len(model.groups)
@@ -190,7 +287,9 @@ def test_padding_of_decodes_is_bounded(lengths: list[int]) -> None:
         assert max(own) * len(own) - sum(own) <= MOST_PADDING * max(own) * len(own)
 
 
-def test_pools_are_written_in_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_pools_are_written_in_place(sequences: int, tmp_path: Path) -> None:
+    """Also where a step is executed while the one before it runs."""
     runner = make_mlx(make_reference("llama", {}), tmp_path).runner
     runner.allocate_kv((20_000,), 16)
     mx.clear_cache()
@@ -198,10 +297,13 @@ def test_pools_are_written_in_place(tmp_path: Path) -> None:
     pool = runner.info.kv_groups[0].bytes_per_token * 20_000 * 16
     assert held > pool
     mx.reset_peak_memory()
-    for position in range(4):
-        blocks = ((7, 3),) if position == 0 else ((),)
-        chunks = (Chunk(0, position, [5], blocks, 1),)
+    for position in range(6):
+        chunks = tuple(
+            Chunk(seq, position, [5], ((7 + 5 * seq,),) if position == 0 else ((),), 1)
+            for seq in range(sequences)
+        )
         runner.execute(StepPlan(step=position, chunks=chunks))
+    runner.synchronize()
     assert mx.get_peak_memory() - held < pool // len(runner.info.kv_groups[0].layers) // 4
 
 
@@ -322,9 +424,9 @@ def test_torch_is_not_needed(name: str, tmp_path: Path) -> None:
 def test_the_backend_is_chosen_by_the_machine(
     system: str, machine: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core.sys, "platform", system)
-    monkeypatch.setattr(core.platform, "machine", lambda: machine)
-    assert core.choose_backend(Config())[0] == backend
-    assert "Apple Silicon" in core.choose_backend(Config())[1]
-    asked = core.choose_backend(Config(model=ModelConfig(backend="mlx")))
+    monkeypatch.setattr(engine_backend.sys, "platform", system)
+    monkeypatch.setattr(engine_backend.platform, "machine", lambda: machine)
+    assert engine_backend.choose_backend(Config())[0] == backend
+    assert "Apple Silicon" in engine_backend.choose_backend(Config())[1]
+    asked = engine_backend.choose_backend(Config(model=ModelConfig(backend="mlx")))
     assert asked == ("mlx", "asked for by --backend mlx")

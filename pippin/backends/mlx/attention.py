@@ -28,11 +28,13 @@ class PagedCache:
         self.offset: mx.array | None = None
         """[T], absolute positions."""
         self._batch: GroupBatch | None = None
+        self._writes = True
 
-    def begin(self, batch: Batch) -> None:
-        """Point to a step."""
+    def begin(self, batch: Batch, *, writes: bool = True) -> None:
+        """Point to a step. Without ``writes``, its keys and values are in the pool already."""
         self.offset = batch.positions
         self._batch = batch.groups[self.group]
+        self._writes = writes
 
     def end(self) -> None:
         """Drop the step: nothing of it may be held when the pool is written next."""
@@ -45,10 +47,16 @@ class PagedCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write this step's ``keys`` and ``values`` [T, kv_heads, 1, d] to their slots."""
-        assert self.pool is not None
-        rows = mx.concatenate([keys, values], axis=1)[:, :, 0]
-        self.pool.write(rows, self.batch.slots, self.batch.run)
+        if self._writes:
+            self.write(mx.concatenate([keys, values], axis=1))
         return keys, values
+
+    def write(self, rows: mx.array) -> None:
+        """Write ``rows`` [T, pool heads, 1, width], unless they were."""
+        assert self.pool is not None
+        if self._writes:
+            by_head = rows[:, :, 0].swapaxes(0, 1)
+            self.pool.write(by_head, self.batch.slots, self.batch.run)
 
     def attend(
         self,
@@ -83,8 +91,8 @@ def read_decode(pool: Pool, decode: DecodeSet) -> mx.array:
     """[count, pool heads, length, width]."""
     if decode.run is not None:
         return pool.view(decode.run, decode.length)
-    assert decode.blocks is not None
-    return pool.gather(decode.blocks)
+    assert decode.pages is not None
+    return pool.gather(decode.pages)
 
 
 def read_prefill(pool: Pool, prefill: Prefill) -> mx.array:
@@ -92,8 +100,8 @@ def read_prefill(pool: Pool, prefill: Prefill) -> mx.array:
     length = prefill.prefix + prefill.count
     if prefill.run is not None:
         return pool.view(prefill.run, length)
-    assert prefill.blocks is not None
-    return pool.gather(prefill.blocks)[:, :, prefill.skip : prefill.skip + length]
+    assert prefill.pages is not None
+    return pool.gather(prefill.pages)[:, :, prefill.skip : prefill.skip + length]
 
 
 def _decode(

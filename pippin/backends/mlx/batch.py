@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from pippin.backends.tables import BlockTables, IntArray, run_start
 from pippin.types.step import Chunk, StepPlan
 
+#: Rows without wanted logits from which on the last layer is run for the others alone.
+_FEWEST_DROPPED = 8
+
 #: Slots of a batch of decodes that may be padding, as a part of all that it reads.
 MOST_PADDING = 0.25
 
@@ -28,8 +31,8 @@ class DecodeSet:
     length: int
     run: int | None
     """First slot, where it is one sequence in neighbouring blocks."""
-    blocks: mx.array | None
-    """[count, length / block_size], where pages are gathered."""
+    pages: mx.array | None
+    """[count, pool heads, length / block_size] for ``Pool.gather``, where pages are gathered."""
     mask: mx.array | None
     """[count, 1, 1, length], true where a slot is seen; None where every slot is."""
 
@@ -47,8 +50,8 @@ class Prefill:
     """Slots read before ``low`` because pages are read whole."""
     run: int | None
     """Slot of position ``low``, where all lie in neighbouring blocks."""
-    blocks: mx.array | None
-    """[1, n], where pages are gathered."""
+    pages: mx.array | None
+    """[1, pool heads, n] for ``Pool.gather``, where pages are gathered."""
 
     @property
     def count(self) -> int:
@@ -90,14 +93,27 @@ class Batch:
     groups: tuple[GroupBatch, ...]
     wanted: Rows | None
     """Rows whose logits are wanted; None for none."""
+    last: Batch | None
+    """The wanted rows as a batch of their own, which reads what this one writes and writes nothing;
+    None where it would save little. Only keys and values of the last layer need the other rows."""
 
 
 class BatchBuilder:
     """Turns plans into batches. Keeps the block tables."""
 
-    def __init__(self, windows: Sequence[int | None], block_size: int) -> None:
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        block_size: int,
+        num_blocks: Sequence[int],
+        pool_heads: int,
+    ) -> None:
+        """``windows`` and ``num_blocks``: one for each KV group."""
         self._windows = tuple(windows)
         self._size = block_size
+        # The first page of each head.
+        heads = np.arange(pool_heads)[None, :, None]
+        self._first_pages = [heads * count for count in num_blocks]
         self._tables = BlockTables(len(windows), block_size)
 
     def forget(self, plan: StepPlan) -> None:
@@ -106,54 +122,68 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan) -> Batch:
         self._tables.apply(plan)
-        ids: list[int] = []
-        lengths = []
         wanted: list[int] = []
+        row = 0
         for chunk in plan.chunks:
+            row += len(chunk.token_ids)
+            wanted.extend(range(row - chunk.num_logits, row))
+        last = None
+        if wanted and row - len(wanted) >= _FEWEST_DROPPED:
+            last = self._batch([_tail(c) for c in plan.chunks if c.num_logits], None, None)
+        return self._batch(plan.chunks, _rows(wanted) if wanted else None, last)
+
+    def _batch(self, chunks: Sequence[Chunk], wanted: Rows | None, last: Batch | None) -> Batch:
+        ids: list[int] = []
+        positions: list[int] = []
+        lengths = []
+        for chunk in chunks:
             first = len(ids)
             ids.extend(chunk.token_ids)
-            lengths.append((first, len(ids), chunk.end))
-            wanted.extend(range(len(ids) - chunk.num_logits, len(ids)))
-        positions = np.concatenate([np.arange(c.start, c.end) for c in plan.chunks])
+            positions.extend(range(chunk.start, chunk.end))
+            lengths.append((first, len(ids), chunk.length))
         return Batch(
             token_ids=_array(np.array(ids))[:, None],
-            positions=_array(positions),
+            positions=_array(np.array(positions)),
             lengths=tuple(lengths),
-            groups=tuple(self._group(plan.chunks, group) for group in range(len(self._windows))),
-            wanted=_rows(wanted) if wanted else None,
+            groups=tuple(self._group(chunks, group) for group in range(len(self._windows))),
+            wanted=wanted,
+            last=last,
         )
 
     def _group(self, chunks: Sequence[Chunk], group: int) -> GroupBatch:
         window, size = self._windows[group], self._size
-        slots = []
+        slots: list[int] = []
         prefills = []
         singles: list[Single] = []
         row = 0
         for chunk in chunks:
             low = 0 if window is None else max(0, chunk.start - window + 1)
             blocks = self._tables.blocks(chunk.seq, group, low, chunk.end)
-            base = low // size
-            positions = np.arange(chunk.start, chunk.end)
-            slots.append(blocks[positions // size - base] * size + positions % size)
             count = len(chunk.token_ids)
             if count == 1:
                 singles.append(Single(row, low, chunk.end, blocks))
+                slots.append(int(blocks[-1]) * size + chunk.start % size)
             else:
-                prefills.append(self._prefill(row, count, chunk.start, low, blocks))
+                prefills.append(self._prefill(group, row, count, chunk.start, low, blocks))
+                positions = np.arange(chunk.start, chunk.end)
+                at = blocks[positions // size - low // size] * size + positions % size
+                slots.extend(at.tolist())
             row += count
-        flat = np.concatenate(slots)
+        flat = np.array(slots)
         in_a_row = len(flat) == 1 or bool((np.diff(flat) == 1).all())
         sets = group_decodes(singles)
         return GroupBatch(
             window=window,
             slots=None if in_a_row else _array(flat),
             run=int(flat[0]) if in_a_row else None,
-            decodes=tuple(self._decode_set(one) for one in sets),
+            decodes=tuple(self._decode_set(group, one) for one in sets),
             prefills=tuple(prefills),
             order=_order(sets, prefills),
         )
 
-    def _prefill(self, row: int, count: int, start: int, low: int, blocks: IntArray) -> Prefill:
+    def _prefill(
+        self, group: int, row: int, count: int, start: int, low: int, blocks: IntArray
+    ) -> Prefill:
         first, skip = run_start(blocks), low % self._size
         return Prefill(
             rows=slice(row, row + count),
@@ -161,10 +191,14 @@ class BatchBuilder:
             low=low,
             skip=skip,
             run=None if first is None else first * self._size + skip,
-            blocks=_array(blocks)[None] if first is None else None,
+            pages=self._pages(group, blocks[None]) if first is None else None,
         )
 
-    def _decode_set(self, singles: list[Single]) -> DecodeSet:
+    def _pages(self, group: int, blocks: IntArray) -> mx.array:
+        """``blocks`` [count, n] of every head."""
+        return _array(blocks[:, None] + self._first_pages[group])
+
+    def _decode_set(self, group: int, singles: list[Single]) -> DecodeSet:
         size = self._size
         rows = _rows([single.row for single in singles])
         if len(singles) == 1:
@@ -184,7 +218,7 @@ class BatchBuilder:
         column = np.arange(width * size)
         seen = (column >= lows) & (column < ends)
         mask = None if seen.all() else mx.array(seen[:, None, None])
-        return DecodeSet(rows, len(singles), width * size, None, _array(table), mask)
+        return DecodeSet(rows, len(singles), width * size, None, self._pages(group, table), mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +244,15 @@ def group_decodes(singles: Sequence[Single]) -> list[list[Single]]:
         sets[-1].append(single)
         total += own
     return [sorted(one, key=lambda single: single.row) for one in sets]
+
+
+def _tail(chunk: Chunk) -> Chunk:
+    """The tokens of a chunk whose logits are wanted."""
+    first = len(chunk.token_ids) - chunk.num_logits
+    if first == 0:
+        return chunk
+    ids = chunk.token_ids[first:]
+    return Chunk(chunk.seq, chunk.start + first, ids, chunk.new_blocks, chunk.num_logits)
 
 
 def _order(sets: list[list[Single]], prefills: list[Prefill]) -> mx.array | None:

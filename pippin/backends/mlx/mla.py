@@ -37,7 +37,7 @@ class LatentAttention(DeepseekV3Attention):  # type: ignore[misc]
         turned = self.rope(turned, offset=cache.offset)
         key = self.rope(key[:, None], offset=cache.offset)
         row = mx.concatenate([self.kv_a_layernorm(latent)[:, None], key], axis=-1)
-        cache.pool.write(row[:, :, 0], cache.batch.slots, cache.batch.run)
+        cache.write(row)
         outs = [self._decode(nope, turned, cache.pool, one) for one in cache.batch.decodes]
         query = mx.concatenate([nope, turned], axis=-1)
         outs += [self._prefill(query, row, cache.pool, one) for one in cache.batch.prefills]

@@ -74,19 +74,34 @@ class StageModel:
             hidden = hidden[:, None]
         for rope in self.ropes:
             rope.begin(batch)
+        before = hidden
         for layer, cache in zip(self.layers, self.caches, strict=True):
+            before = hidden
             cache.begin(batch)
             hidden = layer(hidden, mask=None, cache=cache)
             cache.end()
-        assert hidden is not None
         if self.head is None or self.norm is None:
             return hidden[:, 0]
         if batch.wanted is None:
             return None
-        logits = self.head(self.norm(hidden[batch.wanted]))[:, 0]
+        if batch.last is None:
+            hidden = hidden[batch.wanted]
+        else:
+            # The last layer again, for the wanted rows: of the first time, nothing but keys and
+            # values will be evaluated.
+            hidden = self._last_layer(before[batch.wanted], batch.last)
+        logits = self.head(self.norm(hidden))[:, 0]
         if self.logit_softcap is not None:
             logits = mx.tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits
+
+    def _last_layer(self, hidden: mx.array, batch: Batch) -> mx.array:
+        for rope in self.ropes:
+            rope.begin(batch)
+        self.caches[-1].begin(batch, writes=False)
+        out: mx.array = self.layers[-1](hidden, mask=None, cache=self.caches[-1])
+        self.caches[-1].end()
+        return out
 
     def allocate(self, num_blocks: tuple[int, ...], block_size: int) -> None:
         """Make the layers' pools."""

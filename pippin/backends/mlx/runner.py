@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from pippin.backends.description import read_config
+from pippin.backends.base import HiddenStates
+from pippin.backends.description import read_config, rope_switch
 from pippin.backends.mlx.batch import BatchBuilder
 from pippin.backends.mlx.device import (
     DeviceChoice,
@@ -24,6 +25,7 @@ from pippin.backends.mlx.device import (
 from pippin.backends.mlx.model import SUPPORTED, StageModel, build
 from pippin.backends.mlx.sampler import MlxSampler
 from pippin.backends.mlx.weights import Weights
+from pippin.backends.mlx.wire import from_wire, to_wire
 from pippin.config import CacheConfig, Config
 from pippin.errors import ConfigError, EngineError, OutOfMemory
 from pippin.models.checkpoint import Checkpoint, open_checkpoint
@@ -56,12 +58,15 @@ class MlxRunner:
         self.info = info
         self.device = choice.description
         self.reason = reason
+        self.splits_layers = False
         self.sampler = MlxSampler(info.vocab_size)
         self._model = model
         self._choice = choice
         self._cache = cache
         self._limits = limits
         self._builder: BatchBuilder | None = None
+        self._running = False
+        """Whether a step was handed to the device and not waited for."""
         self._thread = threading.get_ident()
 
     @property
@@ -109,28 +114,42 @@ class MlxRunner:
             raise OutOfMemory(f"{what}: {free / 2**30:.2f} GiB are free", hint=hint)
         with memory_errors(what, hint):
             self._model.allocate(num_blocks, block_size)
-        self._builder = BatchBuilder([group.window for group in groups], block_size)
+        windows = [group.window for group in groups]
+        self._builder = BatchBuilder(windows, block_size, num_blocks, self._model.pool_heads)
 
-    def execute(self, plan: StepPlan, hidden: mx.array | None = None) -> mx.array | None:
-        """See ``StageRunner``. A stage behind the first takes the ``hidden`` [T, hidden_size] that
-        the one before returned; a stage that is not the last returns that instead of logits."""
+    def execute(
+        self, plan: StepPlan, hidden: HiddenStates | None = None
+    ) -> mx.array | HiddenStates | None:
+        """See ``StageRunner``. The last stage returns before its step is done: what is evaluated of
+        the logits waits for it. The next call prepares its step meanwhile, so a further plan may be
+        executed before the tokens of this one are read."""
         assert self._builder is not None, "allocate_kv comes first"
         if threading.get_ident() != self._thread:
             raise EngineError("an MLX stage must be used from the thread that loaded it")
         if not plan.chunks:
             self._builder.forget(plan)
             return None
-        result = self._model.forward(self._builder.build(plan), hidden)
-        # All reads of the pools must be done before the next step's writes: a pool that is still
-        # being read would be copied whole.
-        mx.eval(self._model.pools(), *([] if result is None else [result]))
+        given = None if hidden is None else from_wire(hidden, self._model.dtype)
+        result = self._model.forward(self._builder.build(plan), given)
+        # A pool that is still being read when a write to it is encoded would be copied whole, so
+        # steps are prepared while the last one runs, but not handed to the device.
+        self.synchronize()
+        started = [*self._model.pools(), *([] if result is None else [result])]
+        if self._model.head is None and result is not None:
+            mx.eval(started)
+            return to_wire(result)
+        mx.async_eval(started)  # type: ignore[no-untyped-call]
+        self._running = True
         return result
 
     def synchronize(self) -> None:
-        mx.synchronize()
+        if self._running:
+            mx.synchronize()
+            self._running = False
 
     def close(self) -> None:
         """Free weights and pools, and put MLX's limits back."""
+        self.synchronize()
         self._model.layers.clear()
         self._model.caches.clear()
         self._model.embedding = self._model.norm = self._model.head = None
@@ -157,6 +176,7 @@ class MlxRunner:
         ):
             for plan in _largest_steps(measured, sequences, block_size, groups):
                 self._run_blank(plan)
+                self.synchronize()
         peak = mx.get_peak_memory() - before
         self.allocate_kv((1,) * groups, block_size)
         mx.clear_cache()
@@ -170,7 +190,8 @@ class MlxRunner:
         """Run a plan without a stage before this one."""
         hidden = None
         if self._model.embedding is None:
-            hidden = mx.zeros((plan.num_tokens, self.info.hidden_size), dtype=self._model.dtype)
+            shape = (plan.num_tokens, self.info.hidden_size)
+            hidden = to_wire(mx.zeros(shape, dtype=self._model.dtype))
         self.execute(plan, hidden)
 
 
@@ -237,6 +258,7 @@ def load_checkpoint(
         weights_bytes=model.weights_bytes,
         fingerprint=f"{fingerprint}-mlx-{dtype_name(choice.dtype)}-{config.model.quantization}",
         kv_groups=model.groups,
+        rope_switch=rope_switch(model_config),
     )
     return MlxRunner(model, info, choice, config.cache, limits, "; ".join(reasons))
 

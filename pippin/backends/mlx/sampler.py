@@ -31,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 class MlxSampler:
-    """A ``backends.base.Sampler``."""
+    """A ``backends.base.Sampler``.
+
+    It has a stream of its own: tokens of one step are chosen while the next one computes.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -40,6 +43,7 @@ class MlxSampler:
         self._seqs: tuple[int, ...] = ()
         self._packed: Packed | None = None
         self._warned = False
+        self._stream = mx.new_stream(mx.default_device())
 
     def add(self, seq: int, state: SamplingState) -> None:
         self._states[seq] = SequenceState(state, self._vocab_size)
@@ -50,21 +54,30 @@ class MlxSampler:
         self._packed = None
 
     def sample(self, logits: mx.array, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """Choose a token for every row. ``logits``: [rows, vocab_size], any float type."""
+        """Choose a token for every row. ``logits``: [rows, vocab_size], any float type; they need
+        not be evaluated yet."""
         if not rows:
             return []
+        with mx.stream(self._stream):
+            return self._sample(logits, rows)
+
+    def _sample(self, logits: mx.array, rows: Sequence[SampleRow]) -> list[SampledToken]:
         packed = self._pack(tuple(row.seq for row in rows))
         positions = [row.position for row in rows]
         raw = _take(logits, [row.row for row in rows])
         x = self._edit(raw, packed, positions)
-        # Not every maximum shows a NaN, so all elements are looked at.
-        broken = mx.isnan(x).any(axis=1) | ~mx.isfinite(x.max(axis=1))
         chosen = self._choose(x, packed, positions)
-        mx.eval(broken, chosen)
-        bad = np.flatnonzero(np.array(broken)).tolist()
-        if bad:
-            self._repair(x, bad, packed, positions)
-            chosen = self._choose(x, packed, positions)
+        # Anything but finite numbers shows in the sum. Edits add -inf, which only the largest of a
+        # row must not be.
+        signs = [raw.sum(axis=1), *([] if x is raw else [x.max(axis=1)])]
+        mx.eval(chosen, *signs)
+        if not all(np.isfinite(np.array(sign)).all() for sign in signs):
+            broken = mx.isnan(x).any(axis=1) | ~mx.isfinite(x.max(axis=1))
+            bad = np.flatnonzero(np.array(broken)).tolist()
+            if bad:
+                x = mx.array(x)
+                self._repair(x, bad, packed, positions)
+                chosen = self._choose(x, packed, positions)
         tokens = _integers(chosen)
         for r in packed.recording:
             packed.states[r].append(tokens[r])
@@ -81,8 +94,9 @@ class MlxSampler:
         self, logits: mx.array, first_row: int, targets: Sequence[int], top: int
     ) -> list[Logprobs]:
         """Raw log probabilities of ``targets[i]`` in row ``first_row + i``, with the best."""
-        lines = logits[first_row : first_row + len(targets)].astype(mx.float32)
-        return report(lines, list(targets), [top] * len(targets))
+        with mx.stream(self._stream):
+            lines = logits[first_row : first_row + len(targets)].astype(mx.float32)
+            return report(lines, list(targets), [top] * len(targets))
 
     def _pack(self, seqs: tuple[int, ...]) -> Packed:
         if self._packed is None or self._seqs != seqs:
@@ -91,7 +105,10 @@ class MlxSampler:
         return self._packed
 
     def _edit(self, x: mx.array, packed: Packed, positions: list[int]) -> mx.array:
-        """Masks, bias and penalties; ``x`` itself keeps its values."""
+        """Masks, bias and penalties; ``x`` itself keeps its values, and is what comes back where
+        nothing is edited."""
+        if not (len(packed.allowed_rows) or packed.banning or packed.bias or packed.penalised):
+            return x
         shape, flat = x.shape, x.reshape(-1)
         if len(packed.allowed_rows):
             allowed = mx.array(packed.allowed)
