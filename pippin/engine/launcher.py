@@ -6,6 +6,7 @@ With several ranks (``mp``) the leader starts the others: see ``engine.ranks``.
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from pippin.config import Config
 from pippin.errors import EngineError, PippinError
@@ -22,6 +24,9 @@ from pippin.types.message import Failed, Hello, Ready
 
 #: Seconds between two looks at whether a loading process still lives.
 _POLL_S = 0.5
+
+#: Seconds for which an engine process may be stopped by a signal before it counts as lost.
+FROZEN_S = 5.0
 
 
 class EngineProcess:
@@ -68,9 +73,26 @@ class EngineProcess:
             waiting(time.monotonic() - started)
 
     def wait(self) -> int:
-        """Block until the process has ended; returns its exit status."""
+        """Block until the process has ended; returns its exit status.
+
+        One that is stopped (SIGSTOP) for ``FROZEN_S`` seconds is ended, and ``-SIGSTOP`` returned:
+        to its clients it is as good as dead.
+        """
         assert self._process is not None, "not started"
-        return self._process.wait()
+        watched = psutil.Process(self._process.pid)
+        frozen_since: float | None = None
+        while True:
+            try:
+                return self._process.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                if not _is_stopped(watched):
+                    frozen_since = None
+                    continue
+            frozen_since = frozen_since or time.monotonic()
+            if time.monotonic() - frozen_since > FROZEN_S:
+                self._process.kill()
+                self._process.wait()
+                return -signal.SIGSTOP
 
     def poll(self) -> int | None:
         return None if self._process is None else self._process.poll()
@@ -91,8 +113,20 @@ class EngineProcess:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def died(status: int) -> EngineError:
     """The error for a process that ended without a word."""
+    if status == -signal.SIGSTOP:
+        return EngineError(
+            f"the engine process was frozen (stopped) for {FROZEN_S:.0f} s and was ended",
+            hint="start again",
+        )
     if status == -9:
         return EngineError(
             "the engine process was killed (signal 9), probably for lack of memory",
