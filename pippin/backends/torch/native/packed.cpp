@@ -125,7 +125,7 @@ static void fused(const Packed& w, int64_t block, const float* x, const float* x
 typedef void (*Fused)(const Packed&, int64_t, const float*, const float*, float*);
 
 static const int FEW = ROWS;           // most rows of the fused product
-static const int FEW_LIMIT = 2 * FEW;  // rows up to which it is repeated
+static const int FEW_LIMIT = 12;  // rows up to which it is used, and repeated where FEW is less
 static const Fused FUSED[2][FEW + 1] = {
     {nullptr, fused<1, 4>, fused<2, 4>, fused<3, 4>, fused<4, 4>, fused<5, 4>, fused<6, 4>,
 #if LANES == 16
