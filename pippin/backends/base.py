@@ -101,6 +101,8 @@ class GroupSpec:
     """``gloo`` or ``nccl`` (torch), ``ring`` or ``jaccl`` (MLX)."""
     addresses: tuple[str, ...]
     """``host:port`` of each rank; torch uses the first one's as its meeting point."""
+    devices: tuple[tuple[str | None, ...], ...] = ()
+    """JACCL: the RDMA device of each rank towards each other one, None towards itself."""
 
 
 class StageRunner(Protocol):

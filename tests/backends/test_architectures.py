@@ -28,7 +28,7 @@ _WIDE: dict[str, Any] = {
     "num_attention_heads": 4,
     "initializer_range": 0.1,
 }
-_WIDE_EXPERTS = {"moe_intermediate_size": 32}
+_WIDE_EXPERTS = {"moe_intermediate_size": 64}
 _WIDE_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "v_head_dim": 16}
 
 

@@ -14,9 +14,11 @@ import mlx.nn as nn
 from pippin.backends.description import is_latent, kv_groups
 from pippin.backends.mlx.attention import PagedCache, install
 from pippin.backends.mlx.batch import Batch
+from pippin.backends.mlx.group import Group
 from pippin.backends.mlx.kv import Pool
 from pippin.backends.mlx.mla import LatentAttention
 from pippin.backends.mlx.rope import Rope, RopeSettings, settings_of, yarn_scale
+from pippin.backends.mlx.shard import Head, cut_layer, shard_of
 from pippin.backends.mlx.weights import Weights, arrays_of
 from pippin.errors import ModelInvalid, UnsupportedModel
 from pippin.types.model import KVGroup
@@ -119,11 +121,14 @@ class StageModel:
         return [cache.pool.slots for cache in self.caches if cache.pool is not None]
 
 
-def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
-    """Load layers [first, last) of the model that ``config`` (transformers') describes.
+def build(
+    config: Any, weights: Weights, first: int, last: int, group: Group | None = None
+) -> StageModel:
+    """Load layers [first, last) of the model that ``config`` (transformers') describes, or one
+    rank's part of them.
 
     Raises ``UnsupportedModel`` where mlx-lm's file cannot represent it, ``ModelInvalid`` for
-    weights that do not fit.
+    weights that do not fit, ``ConfigError`` for a group that it cannot be cut for.
     """
     tied = not weights.has("lm_head.weight")
     if tied and not getattr(config, "tie_word_embeddings", True):
@@ -131,7 +136,10 @@ def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
     model = _skeleton(config, tied)
     inner = model.model
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads, width = 2 * config.num_key_value_heads, head_dim
+    kv_heads = config.num_key_value_heads
+    if group is not None:
+        kv_heads = shard_of(config, group).kv_heads.count
+    heads, width = 2 * kv_heads, head_dim
     if is_latent(config):
         heads, width = 1, config.kv_lora_rank + config.qk_rope_head_dim
         head_dim = config.qk_rope_head_dim
@@ -144,6 +152,8 @@ def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
         _prepare(layer, config, settings_of(config, number, head_dim), ropes)
         weights.load(layer, f"model.layers.{number}")
         weights.check_all_used(f"model.layers.{number}.")
+        if group is not None:
+            cut_layer(layer, config, group)
     is_first, is_last = first == 0, last == config.num_hidden_layers
     embedding: Any = None
     if is_first or (is_last and tied):
@@ -151,8 +161,16 @@ def build(config: Any, weights: Weights, first: int, last: int) -> StageModel:
     norm = weights.load(inner.norm, "model.norm") if is_last else None
     head: Any = None
     if is_last:
-        head = embedding.as_linear if tied else weights.load(model.lm_head, "lm_head")
-    kept = [*layers, embedding, norm, None if tied else head]
+        head = embedding if tied else weights.load(model.lm_head, "lm_head")
+    part = None if tied else head
+    if head is not None and group is not None:
+        head = Head(head, tied, shard_of(config, group), group)
+        part = head.part
+    elif head is not None and tied:
+        head = embedding.as_linear
+    if not is_first and group is not None:
+        embedding = None
+    kept = [*layers, embedding, norm, part]
     scaled = config.model_type == "gemma3_text"
     return StageModel(
         groups=groups,

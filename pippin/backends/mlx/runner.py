@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from pippin.backends.base import HiddenStates
+from pippin.backends.base import GroupSpec, HiddenStates
 from pippin.backends.description import read_config, rope_switch
 from pippin.backends.mlx.batch import BatchBuilder
 from pippin.backends.mlx.device import (
@@ -22,6 +22,7 @@ from pippin.backends.mlx.device import (
     memory_limit,
     wired_advice,
 )
+from pippin.backends.mlx.group import Group, connect
 from pippin.backends.mlx.model import SUPPORTED, StageModel, build
 from pippin.backends.mlx.sampler import MlxSampler
 from pippin.backends.mlx.weights import Weights
@@ -54,6 +55,7 @@ class MlxRunner:
         cache: CacheConfig,
         limits: MemoryLimits,
         reason: str,
+        group: Group | None = None,
     ) -> None:
         self.info = info
         self.device = choice.description
@@ -65,6 +67,7 @@ class MlxRunner:
         self._cache = cache
         self._limits = limits
         self._builder: BatchBuilder | None = None
+        self._group = group
         self._running = False
         """Whether a step was handed to the device and not waited for."""
         self._thread = threading.get_ident()
@@ -122,7 +125,9 @@ class MlxRunner:
     ) -> mx.array | HiddenStates | None:
         """See ``StageRunner``. The last stage returns before its step is done: what is evaluated of
         the logits waits for it. The next call prepares its step meanwhile, so a further plan may be
-        executed before the tokens of this one are read."""
+        executed before the tokens of this one are read. In a group steps are done on return.
+
+        Raises ``PeerLost`` where another rank is gone."""
         assert self._builder is not None, "allocate_kv comes first"
         if threading.get_ident() != self._thread:
             raise EngineError("an MLX stage must be used from the thread that loaded it")
@@ -135,9 +140,15 @@ class MlxRunner:
         # steps are prepared while the last one runs, but not handed to the device.
         self.synchronize()
         started = [*self._model.pools(), *([] if result is None else [result])]
+        if self._group is not None:
+            self._group.evaluate(started, plan.num_tokens)
+            if self._group.rank > 0:
+                return None
         if self._model.head is None and result is not None:
             mx.eval(started)
             return to_wire(result)
+        if self._group is not None:
+            return result
         mx.async_eval(started)  # type: ignore[no-untyped-call]
         self._running = True
         return result
@@ -150,6 +161,8 @@ class MlxRunner:
     def close(self) -> None:
         """Free weights and pools, and put MLX's limits back."""
         self.synchronize()
+        if self._group is not None:
+            self._group.close()
         self._model.layers.clear()
         self._model.caches.clear()
         self._model.embedding = self._model.norm = self._model.head = None
@@ -196,11 +209,16 @@ class MlxRunner:
 
 
 def load(
-    config: Config, files: ModelFiles, *, first_layer: int = 0, last_layer: int | None = None
+    config: Config,
+    files: ModelFiles,
+    *,
+    first_layer: int = 0,
+    last_layer: int | None = None,
+    group: GroupSpec | None = None,
 ) -> MlxRunner:
-    """Load layers [first_layer, last_layer) of a model.
+    """Load layers [first_layer, last_layer) of a model, or the part of one rank of ``group``.
 
-    Raises ``UnsupportedModel``, ``ModelInvalid``, ``ConfigError`` or ``OutOfMemory``.
+    Raises ``UnsupportedModel``, ``ModelInvalid``, ``ConfigError``, ``OutOfMemory`` or ``PeerLost``.
     """
     return load_checkpoint(
         config,
@@ -209,6 +227,7 @@ def load(
         fingerprint=files.fingerprint,
         first_layer=first_layer,
         last_layer=last_layer,
+        group=group,
     )
 
 
@@ -220,6 +239,7 @@ def load_checkpoint(
     fingerprint: str,
     first_layer: int = 0,
     last_layer: int | None = None,
+    group: GroupSpec | None = None,
 ) -> MlxRunner:
     """As ``load``, from an open checkpoint."""
     model_config = read_config(checkpoint.config, SUPPORTED)
@@ -232,19 +252,24 @@ def load_checkpoint(
         bits=bits,
     )
     last = model_config.num_hidden_layers if last_layer is None else last_layer
+    met = None if group is None else connect(group)
     limits = MemoryLimits.take(choice)
     try:
         with memory_errors(
             f"the weights do not fit on {choice.description}",
             hint="use a smaller or quantised model, or more machines",
         ):
-            model = build(model_config, weights, first_layer, last)
+            model = build(model_config, weights, first_layer, last, met)
         _check_experts(model, choice)
     except BaseException:
         limits.restore()
+        if met is not None:
+            met.close()
         raise
     advice = wired_advice(model.weights_bytes)
     reasons = [choice.reason, *weights.reasons, *([advice] if advice else [])]
+    if met is not None:
+        reasons.append(met.description)
     kept = checkpoint.quantization if bits is None else f"mlx-{bits}bit"
     info = ModelInfo(
         name=name,
@@ -260,7 +285,7 @@ def load_checkpoint(
         kv_groups=model.groups,
         rope_switch=rope_switch(model_config),
     )
-    return MlxRunner(model, info, choice, config.cache, limits, "; ".join(reasons))
+    return MlxRunner(model, info, choice, config.cache, limits, "; ".join(reasons), met)
 
 
 def _check_experts(model: StageModel, choice: DeviceChoice) -> None:
