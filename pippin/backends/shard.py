@@ -162,6 +162,8 @@ def _kv_heads(kv_heads: int | None, rank: int, size: int) -> Span:
 
 def _problem(sizes: Sizes, size: int) -> str | None:
     """Why a model cannot be cut among ``size`` ranks."""
+    if size == 1:
+        return None
     kv_heads, unit = sizes.kv_heads, sizes.unit
     if sizes.heads % size:
         return f"its {sizes.heads} attention heads are not a multiple of {size}"

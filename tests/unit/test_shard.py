@@ -146,6 +146,10 @@ def test_a_stage_alone_has_everything() -> None:
     shard = whole(DEMO)
     assert (shard.heads.count, shard.kv_heads.count, shard.columns(1536).count) == (9, 3, 1536)
     assert shard.vocabulary(49152) == (Span(0, 49152),)
+    # However its widths fall: nothing is cut.
+    odd = Sizes(heads=6, kv_heads=4, value_width=8, intermediates=(20,), vocab=9, unit=32)
+    assert whole(odd).columns(20) == Span(0, 20)
+    assert allowed_sizes(odd) == (1,)
 
 
 def test_the_vocabulary_is_cut_in_rows() -> None:
