@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pippin.models.files import ModelFiles
 from pippin.models.quant import QuantizedTensor, Tensor
 from pippin.models.tensor import DenseTensor
 
-__all__ = ["Checkpoint", "DenseTensor", "QuantizedTensor", "Tensor", "open_checkpoint"]
+__all__ = ["Checkpoint", "DenseTensor", "InParts", "QuantizedTensor", "Tensor", "open_checkpoint"]
 
 
 class Checkpoint(Protocol):
@@ -38,6 +38,17 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """One weight. Raises ``KeyError`` for a name that ``names`` lacks."""
+        ...
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """A checkpoint that unpacks parts of weights by themselves (what is dense and stored so is a
+    view of the mapped file anyway)."""
+
+    def part(self, name: str, rows: slice | None, columns: slice | None) -> Tensor | None:
+        """``[rows, columns]`` of a matrix, each with start and stop, or None where this one cannot
+        be read in such parts. Raises ``KeyError`` for a name that ``names`` lacks."""
         ...
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from gguf.constants import GGMLQuantizationType, LlamaFileType
 
 from pippin.errors import ModelInvalid, UnsupportedModel
+from pippin.models.gguf_blocks import in_blocks, read
 from pippin.models.gguf_config import make_config, read_metadata
 from pippin.models.gguf_file import GgufFile, split_files
 from pippin.models.gguf_names import recipes
@@ -50,6 +51,17 @@ class GgufCheckpoint:
                 f"{self._meta.path}: {', '.join(recipe.sources)} do not fit the metadata: {error}",
                 hint="fetch the file again, or choose another one",
             ) from error
+
+    def part(self, name: str, rows: slice | None, columns: slice | None) -> Tensor | None:
+        """See ``checkpoint.InParts``."""
+        recipe = self._recipes[name]
+        tensor = self._meta.tensors[recipe.sources[0]]
+        matrix = len(tensor.shape) == (2 if recipe.expert is None else 3)
+        if recipe.make is not None or not matrix:
+            return None
+        if columns is not None and not in_blocks(tensor, columns):
+            return None
+        return read(tensor, recipe.expert, rows, columns)
 
     def _quantization(self) -> str | None:
         kinds = {tensor.kind for tensor in self._meta.tensors.values()}

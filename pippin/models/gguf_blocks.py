@@ -38,11 +38,27 @@ _DENSE: dict[GGMLQuantizationType, tuple[DenseDType, str]] = {
 }
 
 
-def read(tensor: GgufTensor, index: int | None = None) -> Tensor:
-    """A tensor of a GGUF file; of a stacked one (experts), part ``index`` of its first axis."""
+def read(
+    tensor: GgufTensor,
+    index: int | None = None,
+    rows: slice | None = None,
+    columns: slice | None = None,
+) -> Tensor:
+    """A tensor of a GGUF file; of a stacked one (experts), part ``index`` of its first axis.
+
+    Of a matrix, only ``rows`` and ``columns`` are read if given; these must fit ``in_blocks``.
+    """
     raw, shape = tensor.raw(), tensor.shape
     if index is not None:
         raw, shape = raw[index], shape[1:]
+    if rows is not None:
+        raw = raw[rows]
+        shape = (raw.shape[0], *shape[1:])
+    if columns is not None:
+        block, size = GGML_QUANT_SIZES[tensor.kind]
+        raw = raw[:, columns.start // block * size : columns.stop // block * size]
+        raw = np.ascontiguousarray(raw)
+        shape = (shape[0], columns.stop - columns.start)
     if tensor.kind in _DENSE:
         dtype, layout = _DENSE[tensor.kind]
         return DenseTensor(raw.reshape(-1).view(layout).reshape(shape), dtype)
@@ -57,6 +73,12 @@ def read(tensor: GgufTensor, index: int | None = None) -> Tensor:
             hint="choose a file with another quantisation, such as Q4_K_M",
         ) from error
     return DenseTensor(values.reshape(shape), "float32")
+
+
+def in_blocks(tensor: GgufTensor, columns: slice) -> bool:
+    """Whether columns begin and end where blocks do."""
+    block, _ = GGML_QUANT_SIZES[tensor.kind]
+    return bool(columns.start % block == 0 and columns.stop % block == 0)
 
 
 def read_float32(tensor: GgufTensor, index: int | None = None) -> FloatArray:

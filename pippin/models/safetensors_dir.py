@@ -96,6 +96,31 @@ class SafetensorsCheckpoint:
                 hint=_REFETCH,
             ) from error
 
+    def part(self, name: str, rows: slice | None, columns: slice | None) -> Tensor | None:
+        """See ``checkpoint.InParts``. Only MLX's affine packing is read so."""
+        source = self._sources[name]
+        module = source.module
+        if not source.quantized or self._method.method != "mlx":
+            return None
+        if self._method.mlx_mode(module) != "affine":
+            return None
+        group = self._method.mlx_group_size(module)
+        parts = [
+            self._stored(module + suffix, source.expert)
+            for suffix in (".weight", ".scales", ".biases")
+        ]
+        words, scales, biases = (
+            part if rows is None else part.rows(rows.start, rows.stop) for part in parts
+        )
+        if columns is not None:
+            per_group = words.shape[-1] // scales.shape[-1]
+            if columns.start % group or columns.stop % group or words.shape[-1] % scales.shape[-1]:
+                return None
+            first, last = columns.start // group, columns.stop // group
+            words = words.cut(first * per_group, last * per_group)
+            scales, biases = scales.cut(first, last), biases.cut(first, last)
+        return packed.mlx(words.data, scales.to_float32(), biases.to_float32(), group)
+
     def mlx_packed(self, name: str) -> MlxPacked | None:
         """The stored parts of a weight whose packing MLX has kernels for, else None.
 

@@ -24,7 +24,7 @@ from pippin.models.checkpoint import open_checkpoint
 from pippin.models.files import ModelFiles
 from pippin.types.step import Chunk, StepPlan
 
-SECONDS = 90.0
+SECONDS = 200.0
 #: What must outlive a call.
 _HELD: list[Any] = []
 CORES = sorted(os.sched_getaffinity(0))

@@ -17,7 +17,7 @@ from pippin.backends.torch.native.ops import Kernels
 from pippin.backends.torch.precision import WeightForm
 from pippin.backends.torch.quantized import Int4Linear, fits_int4
 from pippin.errors import ModelInvalid
-from pippin.models.checkpoint import Checkpoint, DenseTensor, QuantizedTensor, Tensor
+from pippin.models.checkpoint import Checkpoint, DenseTensor, InParts, QuantizedTensor, Tensor
 
 _BITS = {
     "bfloat16": torch.bfloat16,
@@ -223,9 +223,27 @@ class Weights:
         return self._checkpoint.tensor(name)
 
     def _tensors(self, parts: Sequence[Part]) -> list[Tensor]:
-        """Each weight is unpacked once, however many of its parts are taken."""
-        found = {name: self._tensor(name) for name in {part.name: None for part in parts}}
-        return [self._take(found[part.name], part) for part in parts]
+        """Each weight is unpacked once, however many of its parts are taken, unless the checkpoint
+        unpacks parts."""
+        alone = [self._alone(part) for part in parts]
+        whole = {part.name: None for part, found in zip(parts, alone, strict=True) if found is None}
+        found = {name: self._tensor(name) for name in whole}
+        return [
+            self._take(found[part.name], part) if tensor is None else tensor
+            for part, tensor in zip(parts, alone, strict=True)
+        ]
+
+    def _alone(self, part: Part) -> Tensor | None:
+        """A part that the checkpoint reads by itself."""
+        if not isinstance(self._checkpoint, InParts) or part.name not in self._names:
+            return None
+        if part.rows is None and part.columns is None:
+            return None
+        rows, columns = (
+            None if span is None else slice(span.start, span.stop)
+            for span in (part.rows, part.columns)
+        )
+        return self._checkpoint.part(part.name, rows, columns)
 
     def _take(self, tensor: Tensor, part: Part) -> Tensor:
         if part.rows is not None:
@@ -237,7 +255,7 @@ class Weights:
         return tensor
 
     def _read(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
-        return self._put(self._take(self._tensor(part.name), part), dtype)
+        return self._put(self._tensors([part])[0], dtype)
 
     def _put(self, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(tensor, QuantizedTensor):
