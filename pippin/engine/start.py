@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 
 from pippin.clock import Clock, SystemClock
@@ -15,7 +16,14 @@ from pippin.engine.calibrate import calibrate
 from pippin.engine.core import EngineCore, Stages
 from pippin.engine.depth import PipelineShape
 from pippin.engine.followers import Followers
-from pippin.engine.pipeline import Pipeline, Wake, announcement, facts, greet
+from pippin.engine.pipeline import (
+    SWITCH_INTERVAL_S,
+    Pipeline,
+    Wake,
+    announcement,
+    facts,
+    greet,
+)
 from pippin.engine.ranks import Ranks, lost_error
 from pippin.engine.scheduler import Scheduler
 from pippin.engine.sizing import KVSize, size_stages
@@ -153,9 +161,11 @@ def _start_ranks(config: Config, backend: str, files: ModelFiles) -> tuple[Stage
     ranks = Ranks(config, backend, _split(config, files))
     spec = ranks.leader
     affinity = os.sched_getaffinity(0) if spec.cpus else None
+    switch_interval = sys.getswitchinterval()
     links: list[Link] = []
 
     def close_others() -> None:
+        sys.setswitchinterval(switch_interval)
         ranks.stop()
         for link in links:
             link.close(0.0)
@@ -170,6 +180,7 @@ def _start_ranks(config: Config, backend: str, files: ModelFiles) -> tuple[Stage
         ranks.start()
         if spec.cpus:
             os.sched_setaffinity(0, spec.cpus)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         wake = Wake()
         if spec.inbox is not None:
             links.append(Link.bind(spec.inbox, wake=wake.notify))

@@ -25,7 +25,7 @@ from pippin.engine.backend import load_runner
 from pippin.engine.budget import MAX_TOKENS
 from pippin.engine.busy import WINDOW_S, BusyMeter
 from pippin.engine.followers import Followers
-from pippin.engine.pipeline import announcement, facts, greet
+from pippin.engine.pipeline import SWITCH_INTERVAL_S, announcement, facts, greet
 from pippin.engine.spec import (
     Allocate,
     Gather,
@@ -208,6 +208,7 @@ def main() -> int:
     spec = msgspec.json.decode(line, type=StageSpec)
     if spec.cpus:
         os.sched_setaffinity(0, spec.cpus)  # before any library counts cores or starts threads
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     log.setup(f"stage {spec.stage}" + (f".{spec.group_rank}" if spec.group else ""),
               spec.config.log_level)  # fmt: skip
     # A group of its own keeps Ctrl-C away; this one is for whoever signals all of a session.
