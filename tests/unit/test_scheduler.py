@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from scheduler_oracle import EOS, FakeEngine, fake_token, request, window
 
+from pippin.engine.depth import PipelineShape
 from pippin.engine.scheduler import MAX_PROMPT_ROWS, Scheduled
 from pippin.errors import ContextLengthExceeded, InvalidRequest
 from pippin.types.request import FinishReason
@@ -115,6 +116,69 @@ def test_chunks_of_a_prompt_follow_each_other_but_decodes_wait() -> None:
     assert engine.schedule() is None
     engine.commit()
     assert sizes(engine.schedule()) == [1]
+
+
+def costly(engine: FakeEngine) -> None:
+    """Let a step cost by the sequence, so that a pipeline is best given its share to each plan."""
+    engine.budget.decode_seconds = lambda sequences, context: 0.01 + 0.001 * sequences  # type: ignore[method-assign]
+
+
+def test_a_pipeline_shares_the_decodes_among_its_plans() -> None:
+    engine = FakeEngine(num_blocks=(400,), max_num_seqs=32, caching=False)
+    costly(engine)
+    engine.scheduler.set_pipeline(PipelineShape(2))
+    for i in range(32):
+        engine.add(request(str(i), [i % 11 + 1], 30))
+    while any(not engine.tokens(str(i)) for i in range(32)):
+        engine.step()
+    first, second = engine.schedule(), engine.schedule()
+    assert (len(sizes(first)), len(sizes(second))) == (16, 16)
+    assert not set(ids(first)) & set(ids(second))
+    assert engine.scheduler.num_plans == 2
+    assert engine.schedule() is None
+    # Ten of one group end: the groups even out within a round.
+    for name in ids(first)[:10]:
+        engine.abort(name)
+    counts = []
+    for _ in range(6):
+        engine.commit()
+        counts.append(len(sizes(engine.schedule())))
+    assert counts[0] == 6
+    assert counts[2:] == [11, 11, 11, 11]
+    engine.run(depth=2)
+    engine.check_results()
+
+
+def test_one_sequence_is_not_held_back_by_a_pipeline() -> None:
+    engine = FakeEngine()
+    engine.scheduler.set_pipeline(PipelineShape(4, 0.5))
+    engine.add(request("a", prompt(5), 6))
+    steps = 0
+    while engine.step() is not None:
+        steps += 1
+    assert steps == 6
+    engine.check_results()
+
+
+def test_a_prompt_alone_fills_a_pipeline_with_small_chunks() -> None:
+    """Few large chunks would leave stages idle while the pipe fills."""
+    one, four = (
+        FakeEngine(
+            num_blocks=(900,),
+            max_model_len=3000,
+            seconds=lambda scheduled: 0.01 + 0.001 * scheduled.plan.num_tokens,
+        )
+        for _ in range(2)
+    )
+    four.scheduler.set_pipeline(PipelineShape(4))
+    chunks = []
+    for engine in (one, four):
+        engine.add(request("a", prompt(2000), 1))
+        count = 0
+        while engine.step() is not None:
+            count += 1
+        chunks.append(count)
+    assert chunks[1] > 2 * chunks[0]
 
 
 def test_an_aborted_sequence_keeps_its_blocks_while_a_plan_uses_them() -> None:

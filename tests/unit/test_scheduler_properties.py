@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_oracle import FULL, FakeEngine, request, window
 
+from pippin.engine.depth import PipelineShape
 from pippin.errors import ContextLengthExceeded
 from pippin.types.model import KVGroup, KVKind
 
@@ -52,10 +53,15 @@ def engines(draw: st.DrawFn) -> FakeEngine:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(engines(), st.data())
 def test_random_traces(engine: FakeEngine, data: st.DataObject) -> None:
-    depth = data.draw(st.integers(1, 3), "depth")
+    depth = data.draw(st.integers(1, 5), "depth")
     names: list[str] = []
     for _ in range(data.draw(st.integers(5, 40), "operations")):
-        match data.draw(st.sampled_from("aaasssccxe"), "operation"):
+        match data.draw(st.sampled_from("aaasssccxep"), "operation"):
+            case "p":
+                stages = data.draw(st.integers(1, 4), "stages")
+                delay = data.draw(st.sampled_from([0.0, 0.001, 0.1]), "delay")
+                engine.scheduler.set_pipeline(PipelineShape(stages, delay))
+                assert engine.scheduler.num_plans >= stages
             case "a":
                 name = str(len(names))
                 scoring = data.draw(st.sampled_from([None, None, None, 0, 2]))
@@ -110,6 +116,38 @@ def test_chunks_run_a_few_layers_at_a_time(groups: tuple[KVGroup, ...]) -> None:
     engine.run()
     engine.check_results()
     assert engine.num_parts > 50
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 4),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 60)), min_size=1, max_size=40),
+)
+def test_groups_stay_balanced(stages: int, lengths: list[tuple[int, int]]) -> None:
+    """However sequences come and go: no plan takes more than its share of the decodes, and nobody
+    waits longer than a round for the next token."""
+    engine = FakeEngine(num_blocks=(2000,), max_num_seqs=64, caching=False)
+    scheduler = engine.scheduler
+    scheduler.set_pipeline(PipelineShape(stages))
+    for i, (prompt, output) in enumerate(lengths):
+        engine.add(request(str(i), [i % 11] * prompt, output))
+    last: dict[str, int] = {}
+    while True:
+        while len(engine.in_flight) < stages:
+            decoding = sum(len(seq.tokens) > seq.num_prompt for seq in scheduler._running)
+            scheduled = engine.schedule()
+            if scheduled is None:
+                break
+            assert scheduled.work.decodes <= -(-decoding // max(1, scheduler._groups))
+            for seq in scheduled.sequences:
+                name = seq.request.request_id
+                if len(seq.tokens) > seq.num_prompt and name in last:
+                    assert scheduled.plan.step - last[name] <= 2 * stages
+                last[name] = scheduled.plan.step
+        if not engine.in_flight:
+            break
+        engine.commit()
+    engine.check_results()
 
 
 @pytest.mark.parametrize("groups", GROUPS)
