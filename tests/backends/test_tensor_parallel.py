@@ -207,7 +207,13 @@ def test_ranks_with_different_models_do_not_start(ranks: Ranks, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("number", "native"), [(signal.SIGKILL, True), (signal.SIGKILL, False), (signal.SIGSTOP, True)]
+    ("number", "native"),
+    [
+        (signal.SIGKILL, True),
+        (signal.SIGKILL, False),
+        (signal.SIGSTOP, True),
+        (signal.SIGSTOP, False),
+    ],
 )
 def test_a_lost_rank_ends_in_an_error(
     number: int, native: bool, ranks: Ranks, tmp_path: Path
