@@ -112,8 +112,8 @@ def rank_main(
 ) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if args.device == "cpu":
-        share = len(cores) // size
-        cores = cores[rank * share : (rank + 1) * share]
+        share = max(1, len(cores) // size)
+        cores = [cores[(rank * share + i) % len(cores)] for i in range(share)]
         os.sched_setaffinity(0, cores)
     # After that: torch makes its threads by what it sees.
     import time

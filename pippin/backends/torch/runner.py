@@ -84,7 +84,8 @@ class TorchRunner:
         share = self._cache.gpu_memory_utilization
         if self._device.type == "cpu":
             peak = step_bytes(self._model.config, self._model.dtype, tokens, max_num_seqs)
-            available = int(free * share) // self._neighbours - peak
+            # The launcher has shared ``gpu_memory_utilization`` out among the ranks of this host.
+            available = int(free * share) - peak
         else:
             peak = self._measure(tokens, max_num_seqs)
             free, _ = free_memory(self._device)
