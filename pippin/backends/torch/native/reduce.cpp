@@ -23,9 +23,9 @@ struct Exchange {
 static const int64_t COUNTERS = 4096;  // bytes, as are these:
 static const int64_t LINE = 128;       // two cache lines: they are fetched in pairs
 
-static const int PATIENCE = 2000;             // spins before others may have the core
-static const int64_t WAKEFUL = 5'000'000;     // ns until it sleeps between looks
-static const int64_t NAP = 100'000;           // ns
+static const int PATIENCE = 200;           // spins before others may have the core
+static const int64_t WAKEFUL = 5'000'000;  // ns until it sleeps between looks
+static const int64_t NAP = 100'000;        // ns
 
 static inline std::atomic<int64_t>& counter(const Exchange& e, int64_t rank) {
     return *(std::atomic<int64_t>*)(e.shared + rank * LINE);
