@@ -82,6 +82,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Layers of each stage; None: balanced by what they cost."""
     data_parallel_size: int = 1
     distributed_executor_backend: Literal["uni", "mp", "ray"] | None = None
+    port_range: tuple[int, int] | None = None
+    """First and last of the ports that stages on other machines listen at; None: any."""
     cpus_per_rank: int | None = None
     """Cores and compute threads of a rank on CPU; None: an equal share of the cores this process
     may use."""
@@ -123,6 +125,13 @@ def _check(config: Config) -> None:
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     _check_split(config.parallel)
+    ports = config.parallel.port_range
+    if ports is not None and not 1 <= ports[0] <= ports[1] <= 65535:
+        raise ConfigError(
+            f"--port-range {ports[0]}-{ports[1]}: ports are 1 to 65535, the first not above the"
+            " last",
+            hint="--port-range 7000-7099",
+        )
     if not 0 <= config.server.port <= 65535:
         raise ConfigError(f"port must be in [0, 65535], got {config.server.port}")
 
@@ -153,6 +162,19 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """HF_HUB_OFFLINE, the hub client's own switch."""
     native_kernels: bool
     """PIPPIN_NATIVE_KERNELS, off with 0: whether the torch backend compiles kernels for the CPU."""
+
+
+#: What a user sets for all processes of a job, wherever they run.
+_CARRIED = (
+    "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_TOKEN",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
+    "PIPPIN_HOME", "PIPPIN_NATIVE_KERNELS", "OMP_NUM_THREADS", "GOMP_SPINCOUNT",
+)  # fmt: skip
+
+
+def carried() -> dict[str, str]:
+    """Variables that ranks on other machines get as they are here. May hold secrets."""
+    return {name: os.environ[name] for name in _CARRIED if name in os.environ}
 
 
 def prepare_openmp() -> None:

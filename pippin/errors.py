@@ -26,6 +26,10 @@
     │   ├── StageMismatch        the two ends do not belong to one pipeline
     │   ├── ProtocolError        a frame that is not what was agreed
     │   └── ClusterSecretWrong   the other end was given another secret
+    ├── ClusterError             the machines that were to share the work
+    │   ├── ClusterUnreachable   no Ray there, or it lets us not in
+    │   ├── ResourcesMissing     too few nodes have what a rank needs
+    │   └── NodeUnfit            a node without Pippin, or with another version of it
     └── PortInUse
 
 Each has a ``code`` (stable, for programs), a message and a ``hint`` (the command or change that
@@ -101,6 +105,22 @@ class ProtocolError(LinkError):
 
 class ClusterSecretWrong(LinkError):
     code = "cluster_secret_wrong"
+
+
+class ClusterError(PippinError):
+    code = "cluster_error"
+
+
+class ClusterUnreachable(ClusterError):
+    code = "cluster_unreachable"
+
+
+class ResourcesMissing(ClusterError):
+    code = "resources_missing"
+
+
+class NodeUnfit(ClusterError):
+    code = "node_unfit"
 
 
 class PortInUse(PippinError):

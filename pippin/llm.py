@@ -13,6 +13,7 @@ from pippin import options
 from pippin.clock import SystemClock
 from pippin.config import Config, environment
 from pippin.engine import core
+from pippin.engine.remote import RemoteEngine
 from pippin.errors import ConfigError, ContextLengthExceeded, EngineError, InvalidRequest
 from pippin.models import files
 from pippin.server.detokenizer import Detokenizer
@@ -91,7 +92,7 @@ class LLM:
         self._tokenizer = load_tokenizer(
             found, config.model.tokenizer, chat_template=config.model.chat_template
         )
-        self._engine: core.EngineCore | None = core.load(config, SystemClock())
+        self._engine: core.EngineCore | RemoteEngine | None = _engine(config)
         self._counter = 0
 
     def generate(
@@ -179,7 +180,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _live(self) -> core.EngineCore:
+    def _live(self) -> core.EngineCore | RemoteEngine:
         if self._engine is None:
             raise EngineError("this LLM is closed")
         return self._engine
@@ -338,6 +339,14 @@ def _config(model: str, given: Mapping[str, Any]) -> Config:
         if option is not None and option.group == "Server" and name != "log_level":
             raise ConfigError(f"{name} belongs to a server; LLM runs in this process")
     return options.make_config({"model": model, **given})
+
+
+def _engine(config: Config) -> core.EngineCore | RemoteEngine:
+    if config.parallel.distributed_executor_backend == "ray":
+        from pippin.cluster.ray_launcher import RayEngine
+
+        return RemoteEngine(RayEngine(config))
+    return core.load(config, SystemClock())
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

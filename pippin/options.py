@@ -53,6 +53,13 @@ def _counts(text: str) -> tuple[int, ...]:
         raise ValueError("expected layers a stage, such as 17,13") from None
 
 
+def _ports(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    if not (first.isdigit() and last.isdigit() and dash):
+        raise ValueError("expected the first and the last port, such as 7000-7099")
+    return int(first), int(last)
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One name and where it goes."""
@@ -174,7 +181,11 @@ OPTIONS: tuple[Option, ...] = (
            "Copies of the model.", short="-dp"),
     Option("distributed_executor_backend", "parallel", "distributed_executor_backend",
            "Parallelism",
-           "How the engine's processes are started: uni (one), mp (one a rank, on this machine)."),
+           "How the engine's processes are started: uni (one), mp (one a rank, on this machine),"
+           " ray (one a rank, on the nodes of a Ray cluster)."),
+    Option("port_range", "parallel", "port_range", "Parallelism",
+           "Ports for links between machines (7000-7099), for a firewall; default: any.",
+           parse=_ports),
     Option("cpus_per_rank", "parallel", "cpus_per_rank", "Parallelism",
            "Cores and threads of a rank on CPU; default: an equal share of all."),
 )  # fmt: skip
@@ -187,7 +198,6 @@ LATER: Mapping[str, str] = {
     "transport": "the choice of a transport",
     "replicas_per_device": "several replicas",
     "recovery_timeout": "recovery on other machines",
-    "port_range": "a cluster of machines",
     "upstream": "another server as a replica",
 }
 
@@ -258,11 +268,6 @@ def _refuse_parallel(made: config.Config, origin: Callable[[str], str]) -> None:
         )
     executor = parallel.distributed_executor_backend
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    if executor == "ray":
-        raise ConfigError(
-            f"{origin('distributed_executor_backend')} ray: comes with a later release",
-            hint="use mp for several processes on this machine",
-        )
     if executor == "uni" and ranks > 1:
         raise ConfigError(
             f"{origin('distributed_executor_backend')} uni is one process, but"

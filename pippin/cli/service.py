@@ -19,7 +19,7 @@ import uvicorn
 from pippin import log
 from pippin.cli.output import Progress, size
 from pippin.config import Config, environment
-from pippin.engine.launcher import EngineProcess, died
+from pippin.engine.launcher import EngineProcess, Launched
 from pippin.errors import ConfigError, PippinError, PortInUse
 from pippin.models import files
 from pippin.models.checkpoint import open_checkpoint
@@ -63,7 +63,7 @@ class Service:
         self.port: int = self._socket.getsockname()[1]
         server = msgspec.structs.replace(config.server, port=self.port)
         self.config = msgspec.structs.replace(config, server=server)
-        self._engine = EngineProcess(self.config)
+        self._engine = launched(self.config)
         self._app: App | None = None
         self._http: _Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -119,7 +119,7 @@ class Service:
         ``on_up`` runs once, beside the server, when it accepts connections; what it raises ends the
         service. Raises the engine's error if the engine process fails.
         """
-        client = EngineClient(self._engine.address, self._ended)
+        client = EngineClient(self._engine.address, self._ended, keys=self._engine.keys)
         try:
             await client.start()
             app = build_app(self.config, client, self._tokenizer)
@@ -188,7 +188,7 @@ class Service:
             raise _in_use(self.config.server.host, self.port) from error
 
     async def _ended(self) -> PippinError:
-        return died(await asyncio.to_thread(self._engine.wait))
+        return await asyncio.to_thread(self._engine.why_ended)
 
     def _on_signal(self, client: EngineClient) -> None:
         assert self._http is not None
@@ -201,6 +201,15 @@ class Service:
                 print(f"\nfinishing {left} running (Ctrl-C again stops at once)", file=sys.stderr)
         else:
             self._http.force_exit = True
+
+
+def launched(config: Config) -> Launched:
+    """How the engine's processes are to be born."""
+    if config.parallel.distributed_executor_backend == "ray":
+        from pippin.cluster.ray_launcher import RayEngine
+
+        return RayEngine(config)
+    return EngineProcess(config)
 
 
 def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -22,6 +22,7 @@ from pippin.engine.depth import PipelineShape
 from pippin.engine.followers import Followers
 from pippin.engine.pipeline import Pipeline
 from pippin.engine.scheduler import Scheduled, Scheduler
+from pippin.engine.spec import EngineSpec
 from pippin.errors import LinkError, PeerLost, PippinError, RequestError
 from pippin.types.message import Ready
 from pippin.types.request import FinishReason, Logprobs, Request, SequenceOutput
@@ -263,11 +264,11 @@ class EngineCore:
         )
 
 
-def load(config: Config, clock: Clock | None = None) -> EngineCore:
+def load(asked: Config | EngineSpec, clock: Clock | None = None) -> EngineCore:
     """Find and load the model, size the KV cache, and make the engine.
 
     Raises ``ModelError`` (missing, broken or unsupported model), ``OutOfMemory``, ``ConfigError``.
     """
     from pippin.engine.start import start
 
-    return start(config, clock)
+    return start(asked if isinstance(asked, EngineSpec) else EngineSpec(config=asked), clock)

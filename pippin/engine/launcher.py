@@ -1,6 +1,7 @@
-"""Starting and stopping the leader's process, for the API process.
+"""Starting and stopping an engine's processes, for the API process.
 
-With several ranks (``mp``) the leader starts the others: see ``engine.ranks``.
+With several ranks on this machine (``mp``) the leader starts the others: see ``engine.ranks``.
+Engines on other machines (``ray``) come from above this package; they are ``Launched``, too.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import psutil
 
 from pippin.config import Config
+from pippin.engine.spec import EngineSpec
 from pippin.errors import EngineError, PippinError
 from pippin.transport.channel import ask
+from pippin.transport.keys import CurveKeys
 from pippin.types.message import Failed, Hello, Ready
 
 #: Seconds between two looks at whether a loading process still lives.
@@ -29,8 +33,32 @@ _POLL_S = 0.5
 FROZEN_S = 5.0
 
 
+class Launched(Protocol):
+    """An engine in processes of its own, owned by whoever started it: it ends with its owner."""
+
+    @property
+    def address(self) -> str:
+        """Of the leader's stream; known once started."""
+
+    @property
+    def keys(self) -> CurveKeys | None:
+        """Of that stream; None: plain."""
+
+    def start(self, waiting: Callable[[float], None] = ...) -> Ready: ...
+
+    def why_ended(self) -> PippinError:
+        """Block until the engine has ended; from any thread."""
+
+    def failure(self) -> PippinError | None:
+        """Why it has ended, None while it runs."""
+
+    def stop(self, timeout_s: float = ...) -> None: ...
+
+
 class EngineProcess:
-    """One engine process, owned by whoever started it: it ends with its owner."""
+    """One engine process, on this machine."""
+
+    keys = None
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -57,7 +85,7 @@ class EngineProcess:
             process_group=0,  # Ctrl-C is for the parent, which decides when the engine stops
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+        self._process.stdin.write(msgspec.json.encode(EngineSpec(config=self._config)) + b"\n")
         self._process.stdin.flush()
         while True:
             answer = ask(self.address, Hello(), _POLL_S)
@@ -94,8 +122,15 @@ class EngineProcess:
                 self._process.wait()
                 return -signal.SIGSTOP
 
+    def why_ended(self) -> PippinError:
+        return died(self.wait())
+
     def poll(self) -> int | None:
         return None if self._process is None else self._process.poll()
+
+    def failure(self) -> PippinError | None:
+        status = self.poll()
+        return None if status is None else died(status)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the process, by force after ``timeout_s`` seconds, and clean up. Safe to repeat."""

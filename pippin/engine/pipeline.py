@@ -204,7 +204,7 @@ def announcement(spec: StageSpec, runner: StageRunner, hidden_dtype: str) -> Ann
 def facts(spec: StageSpec, runner: StageRunner, available_kv_bytes: int) -> StageFacts:
     return StageFacts(
         stage=spec.stage,
-        node=socket.gethostname(),
+        node=spec.node or socket.gethostname(),
         pid=os.getpid(),
         layers=spec.layers,
         backend=spec.backend,

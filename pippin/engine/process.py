@@ -1,6 +1,6 @@
 """The engine process: load the model, then turn the loop until told to stop.
 
-Started as ``python -m pippin.engine.process ADDRESS`` with the configuration as one JSON line on
+Started as ``python -m pippin.engine.process ADDRESS`` with an ``EngineSpec`` as one JSON line on
 standard input. Standard input stays open for life: its end means that the parent is gone, and the
 engine goes too, so that no orphan keeps the accelerator's memory.
 """
@@ -19,8 +19,9 @@ import msgspec
 
 from pippin import log
 from pippin.clock import SystemClock
-from pippin.config import Config
 from pippin.engine import core
+from pippin.engine.spec import EngineSpec
+from pippin.engine.worker import say
 from pippin.errors import PippinError
 from pippin.transport.channel import LeaderChannel
 from pippin.types.message import Abort, Add, Failed, FromEngine, Hello, Shutdown, StepOutputs
@@ -127,15 +128,21 @@ def main() -> int:
     line = sys.stdin.readline()
     if not line.endswith("\n"):  # the parent has gone while it started us
         return 0
-    config = msgspec.json.decode(line, type=Config)
-    log.setup("engine", config.log_level)
+    spec = msgspec.json.decode(line, type=EngineSpec)
+    log.setup("engine", spec.config.log_level)
     # A group of its own keeps Ctrl-C away; this one is for whoever signals all of a session.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    channel = LeaderChannel(address)
     try:
-        engine = core.load(config, SystemClock())
+        channel = LeaderChannel(address, None if spec.rank is None else spec.rank.keys)
     except PippinError as error:
+        say(error)
+        return error.exit_code
+    try:
+        engine = core.load(spec, SystemClock())
+    except PippinError as error:
+        if spec.rank is not None:
+            say(error)
         _answer_and_exit(channel, Failed(error.message, error.code, error.hint, error.exit_code))
         return error.exit_code
     leader = Leader(channel, engine)
@@ -147,6 +154,8 @@ def main() -> int:
     finally:
         engine.close()
         channel.close()
+    if engine.failure is not None and spec.rank is not None:
+        say(engine.failure)
     return 0 if engine.failure is None else engine.failure.exit_code
 
 

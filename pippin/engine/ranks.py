@@ -16,9 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import msgspec
 
@@ -26,7 +26,7 @@ from pippin.backends.base import GroupSpec
 from pippin.config import Config
 from pippin.engine.launcher import failure_to_error
 from pippin.engine.spec import StageLoss, StageSpec
-from pippin.errors import ConfigError, PeerLost, PippinError
+from pippin.errors import ConfigError, LinkError, PeerLost, PippinError
 from pippin.types.message import Failed
 
 #: Seconds that processes get to end by themselves.
@@ -167,6 +167,48 @@ class _Process:
                     stream.close()
 
 
+class Others(Protocol):
+    """How the ranks besides the leader come to be, and what becomes of them, as it sees it."""
+
+    leader: StageSpec
+
+    def start(self) -> None: ...
+
+    def failure(self) -> PippinError | None:
+        """What one of them failed with while loading, as far as is known."""
+
+    def explain(self, error: LinkError) -> PippinError:
+        """The same error, or a better one where more is known."""
+
+    def stop(self) -> None:
+        """End them. Safe to repeat."""
+
+
+class Elsewhere:
+    """Ranks that somebody else has started, maybe on other machines, and ends again."""
+
+    def __init__(self, leader: StageSpec, peers: Mapping[str, str]) -> None:
+        """``peers``: whose links end at an address."""
+        self.leader = leader
+        self._peers = dict(peers)
+
+    def start(self) -> None:
+        pass
+
+    def failure(self) -> PippinError | None:
+        return None
+
+    def explain(self, error: LinkError) -> PippinError:
+        for address, name in self._peers.items():
+            if address in error.message:
+                better = type(error)(f"lost {name}: {error.message}", hint=error.hint)
+                return better if isinstance(error, PeerLost) else error
+        return error
+
+    def stop(self) -> None:
+        pass
+
+
 class Ranks:
     """The processes of all ranks but the leader's, and their sockets' directory."""
 
@@ -196,6 +238,10 @@ class Ranks:
                 return error
             lost = lost or self._loss(process)
         return None if lost is None else lost_error(lost)
+
+    def explain(self, error: LinkError) -> PippinError:
+        loss = self.loss()
+        return error if loss is None else lost_error(loss)
 
     def loss(self, wait_s: float = 0.2) -> StageLoss | None:
         """Which process ended, those killed first. Waits a moment for one that is about to."""

@@ -13,6 +13,7 @@ import msgspec
 
 from pippin.backends.base import GroupSpec
 from pippin.config import Config
+from pippin.transport.keys import CurveKeys, derive_keys
 from pippin.types.model import KVGroup
 
 
@@ -36,6 +37,10 @@ class StageSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Inbox of the next stage's rank 0; only for ranks 0, None at the end of a ring of one."""
     followers: tuple[str, ...] = ()
     """Inboxes of the other ranks of the stage; only for its rank 0."""
+    node: str | None = None
+    """Where it runs, for logs and errors; None: this machine."""
+    secret: str | None = None
+    """What the links' keys are made of; None: plain, on this machine."""
 
     @property
     def group_rank(self) -> int:
@@ -46,7 +51,25 @@ class StageSpec(msgspec.Struct, frozen=True, kw_only=True):
         """For logs and errors: ``stage 0 (layers 0-16)``."""
         first, last = self.layers
         rank = f", rank {self.group_rank}" if self.group is not None else ""
-        return f"stage {self.stage} (layers {first}-{last - 1}{rank})"
+        where = f" on {self.node}" if self.node is not None else ""
+        return f"stage {self.stage} (layers {first}-{last - 1}{rank}){where}"
+
+    @property
+    def keys(self) -> CurveKeys | None:
+        return None if self.secret is None else derive_keys(self.secret)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"  # never the secret
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the leader's process is told. Travels as one line of JSON."""
+
+    config: Config
+    rank: StageSpec | None = None
+    """The leader's own, where somebody else starts the other ranks; None: it does that itself."""
+    peers: dict[str, str] = {}
+    """Who is at the other end of the link at an address, for errors."""
 
 
 class StageFacts(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

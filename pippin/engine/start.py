@@ -24,12 +24,12 @@ from pippin.engine.pipeline import (
     facts,
     greet,
 )
-from pippin.engine.ranks import Ranks, lost_error
+from pippin.engine.ranks import Elsewhere, Others, Ranks
 from pippin.engine.scheduler import Scheduler
 from pippin.engine.sizing import KVSize, size_stages
-from pippin.engine.spec import Allocate, StageFacts, StageSpec
+from pippin.engine.spec import Allocate, EngineSpec, StageFacts, StageSpec
 from pippin.engine.split import given_counts, head_layers, layer_counts, ranges
-from pippin.errors import ConfigError, LinkError, OutOfMemory, PippinError, StageMismatch
+from pippin.errors import ConfigError, LinkError, OutOfMemory, StageMismatch
 from pippin.models.checkpoint import open_checkpoint
 from pippin.models.files import ModelFiles, resolve
 from pippin.transport.link import Link
@@ -39,9 +39,10 @@ from pippin.types.model import ModelInfo
 logger = logging.getLogger(__name__)
 
 
-def start(config: Config, clock: Clock | None = None) -> EngineCore:
+def start(asked: EngineSpec, clock: Clock | None = None) -> EngineCore:
     """See ``core.load``."""
     clock = clock or SystemClock()
+    config, rank = asked.config, asked.rank
     started = clock.monotonic()
     environ = environment()
     files = resolve(
@@ -50,13 +51,16 @@ def start(config: Config, clock: Clock | None = None) -> EngineCore:
         offline=environ.hub_offline,
         home=environ.home,
     )
-    backend, why = choose_backend(config)
     parallel = config.parallel
+    if rank is None:
+        backend, why = choose_backend(config)
+    else:
+        backend, why = rank.backend, f"the resource it was placed on, {rank.node}"
     if parallel.pipeline_parallel_size * parallel.tensor_parallel_size == 1:
         if parallel.pipeline_split is not None:
             given_counts(parallel.pipeline_split, *_layers_and_stages(files, config))
         stages = Stages(load_runner(backend, config, files))
-        spec = StageSpec(
+        spec = rank or StageSpec(
             config=config,
             backend=backend,
             stage=0,
@@ -64,7 +68,12 @@ def start(config: Config, clock: Clock | None = None) -> EngineCore:
             layers=(0, stages.runner.info.num_layers),
         )
     else:
-        stages, spec = _start_ranks(config, backend, files)
+        others: Others
+        if rank is None:
+            others = Ranks(config, backend, split_layers(config, files))
+        else:
+            others = Elsewhere(rank, asked.peers)
+        stages, spec = _start_ranks(others, files), others.leader
     try:
         return assemble(config, stages, spec, f"{why}; {stages.runner.reason}", started, clock)
     except BaseException as error:
@@ -156,10 +165,10 @@ def _check_layers(held: Sequence[tuple[int, int]], num_layers: int) -> None:
         )
 
 
-def _start_ranks(config: Config, backend: str, files: ModelFiles) -> tuple[Stages, StageSpec]:
+def _start_ranks(ranks: Others, files: ModelFiles) -> Stages:
     """Start the other ranks' processes, load this one, and connect them all."""
-    ranks = Ranks(config, backend, _split(config, files))
     spec = ranks.leader
+    keys = spec.keys
     affinity = os.sched_getaffinity(0) if spec.cpus else None
     switch_interval = sys.getswitchinterval()
     links: list[Link] = []
@@ -172,10 +181,6 @@ def _start_ranks(config: Config, backend: str, files: ModelFiles) -> tuple[Stage
         if affinity is not None:
             os.sched_setaffinity(0, affinity)
 
-    def describe(error: LinkError) -> PippinError:
-        loss = ranks.loss()
-        return error if loss is None else lost_error(loss)
-
     try:
         ranks.start()
         if spec.cpus:
@@ -183,12 +188,12 @@ def _start_ranks(config: Config, backend: str, files: ModelFiles) -> tuple[Stage
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         wake = Wake()
         if spec.inbox is not None:
-            links.append(Link.bind(spec.inbox, wake=wake.notify))
+            links.append(Link.bind(spec.inbox, keys, wake=wake.notify))
         if spec.next is not None:
-            links.append(Link.connect(spec.next, wake=wake.notify))
-        followers = [Link.connect(address) for address in spec.followers]
+            links.append(Link.connect(spec.next, keys, wake=wake.notify))
+        followers = [Link.connect(address, keys) for address in spec.followers]
         links += followers
-        runner = load_runner(backend, spec.config, files, spec.layers, spec.group)
+        runner = load_runner(spec.backend, spec.config, files, spec.layers, spec.group)
         mine = announcement(spec, runner, runner.info.dtype)
         greet(links, spec, mine, ranks.failure)
     except BaseException:
@@ -197,10 +202,10 @@ def _start_ranks(config: Config, backend: str, files: ModelFiles) -> tuple[Stage
     pipeline = None
     if spec.num_stages > 1:
         pipeline = Pipeline(links[1], links[0], spec.num_stages, wake)
-    return Stages(runner, pipeline, Followers(followers), describe, close_others), spec
+    return Stages(runner, pipeline, Followers(followers), ranks.explain, close_others)
 
 
-def _split(config: Config, files: ModelFiles) -> tuple[tuple[int, int], ...]:
+def split_layers(config: Config, files: ModelFiles) -> tuple[tuple[int, int], ...]:
     """Layers of each stage. Raises ``ConfigError``."""
     num_layers, stages = _layers_and_stages(files, config)
     given = config.parallel.pipeline_split

@@ -151,9 +151,10 @@ class Worker:
 def connect(spec: StageSpec) -> tuple[Link, Link | None, Followers]:
     """The links of a worker: inbox, outbox, and those to the other ranks of its stage."""
     assert spec.inbox is not None, "a worker has an inbox"
-    inbox = Link.bind(spec.inbox)
-    outbox = None if spec.next is None else Link.connect(spec.next)
-    return inbox, outbox, Followers([Link.connect(address) for address in spec.followers])
+    keys = spec.keys
+    inbox = Link.bind(spec.inbox, keys)
+    outbox = None if spec.next is None else Link.connect(spec.next, keys)
+    return inbox, outbox, Followers([Link.connect(address, keys) for address in spec.followers])
 
 
 def serve(spec: StageSpec) -> str:
@@ -218,15 +219,15 @@ def main() -> int:
         serve(spec)
     except LinkError as error:
         logger.error("%s ends: %s", spec.name, error.message)
-        _say(error)
+        say(error)
         return error.exit_code
     except PippinError as error:
-        _say(error)
+        say(error)
         return error.exit_code
     return 0
 
 
-def _say(error: PippinError) -> None:
+def say(error: PippinError) -> None:
     """For the parent, which reads one line."""
     failure = Failed(error.message, error.code, error.hint, error.exit_code)
     sys.stdout.buffer.write(msgspec.json.encode(failure) + b"\n")

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from pippin.errors import EngineError, EngineUnavailable, PippinError
 from pippin.transport.channel import ClientChannel
+from pippin.transport.keys import CurveKeys
 from pippin.types.message import Abort, Add, Failed, Hello, Ready, StepOutputs
 from pippin.types.request import FinishReason, Request, SequenceOutput
 from pippin.types.step import SchedulerStats
@@ -48,9 +49,10 @@ class EngineClient:
         address: str,
         ended: Callable[[], Awaitable[PippinError]],
         on_step: Callable[[StepOutputs], None] = lambda step: None,
+        keys: CurveKeys | None = None,
     ) -> None:
         """``ended`` resolves, with the reason, when the engine process has ended."""
-        self._channel = ClientChannel(address)
+        self._channel = ClientChannel(address, keys)
         self._ended = ended
         self.on_step = on_step
         self._streams: dict[str, _Stream] = {}

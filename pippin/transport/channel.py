@@ -8,6 +8,7 @@ of ``types.message``; anything else is dropped and logged by the leader, raised 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 
@@ -118,19 +119,38 @@ class ClientChannel:
         self._context.term()
 
 
+class BlockingChannel:
+    """A client's end, for one thread."""
+
+    def __init__(self, address: str, keys: CurveKeys | None = None) -> None:
+        # The process's shared context is never ended. Ending one waits for its sockets, for ever if
+        # an interrupt came while one was being made.
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        if keys is not None:
+            use_as_client(self._socket, keys)
+        self._socket.connect(address)
+
+    def send(self, message: ToEngine) -> None:
+        self._socket.send(_encoder.encode(message))
+
+    def receive(self, timeout_s: float) -> FromEngine | None:
+        """None after ``timeout_s`` seconds. Raises ``msgspec.DecodeError``."""
+        if not self._socket.poll(int(timeout_s * 1000)):
+            return None
+        return _from_engine.decode(self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 def ask(
     address: str, message: ToEngine, timeout_s: float, keys: CurveKeys | None = None
 ) -> FromEngine | None:
     """Send one message and wait for one answer; None after ``timeout_s`` seconds."""
-    # The process's shared context is never ended. Ending one waits for its sockets, for ever if an
-    # interrupt came while one was being made.
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    with context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        if keys is not None:
-            use_as_client(socket, keys)
-        socket.connect(address)
-        socket.send(_encoder.encode(message))
-        if not socket.poll(int(timeout_s * 1000)):
-            return None
-        return _from_engine.decode(socket.recv())
+    with contextlib.closing(BlockingChannel(address, keys)) as channel:
+        channel.send(message)
+        return channel.receive(timeout_s)

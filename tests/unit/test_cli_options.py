@@ -121,8 +121,13 @@ def test_later_names_that_ask_for_nothing_are_accepted():
         }
     )
     assert made.parallel.distributed_executor_backend == "uni"
-    with pytest.raises(ConfigError, match="ray"):
-        options.make_config({"distributed_executor_backend": "ray"})
+
+
+def test_a_port_range_is_first_and_last():
+    assert options.make_config({"port_range": "7000-7099"}).parallel.port_range == (7000, 7099)
+    for wrong in ("7000", "7099-7000", "0-10", "a-b"):
+        with pytest.raises(ConfigError, match=r"port.range"):
+            options.make_config({"port_range": wrong})
 
 
 def test_a_pipeline_split_is_layers_a_stage():

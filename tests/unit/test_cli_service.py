@@ -17,6 +17,7 @@ import pytest
 
 from pippin import options
 from pippin.cli import chat, demo, service
+from pippin.engine.launcher import died
 from pippin.engine.process import Leader
 from pippin.errors import EngineError, PippinError, PortInUse
 from pippin.transport.channel import LeaderChannel
@@ -85,6 +86,7 @@ class FakeProcess:
 
     def __init__(self, directory: Path) -> None:
         self.address = f"ipc://{directory}/engine"
+        self.keys = None
         self.core = FakeCore()
         self.stopped_with: list[float] = []
         self._ended = threading.Event()
@@ -108,9 +110,9 @@ class FakeProcess:
         waiting(1.0)
         return self.core.ready
 
-    def wait(self) -> int:
+    def why_ended(self) -> PippinError:
         self._ended.wait()
-        return self._status
+        return died(self._status)
 
     def die(self, status: int) -> None:
         self.core.died = True
