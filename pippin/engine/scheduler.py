@@ -276,7 +276,8 @@ class Scheduler:
             return math.inf
         tokens = 0
         for seq in (*prefills, *self._waiting):
-            tokens += len(seq.tokens) - seq.num_scheduled
+            # All of each, so that chunks do not get smaller and smaller towards a prompt's end.
+            tokens += len(seq.tokens)
             if tokens >= 4 * self._budget.max_tokens:
                 break
         prompts = self._budget.prefill_seconds(0, 0, tokens, mixed=False)

@@ -58,7 +58,10 @@ def test_ranges():
 def test_the_demo_model():
     """30 layers of 3.54 million weights, a tied head of 28.3 million."""
     head = head_layers(576, 49152, 30 * 3_540_096 + 576 * 49152, 30)
-    assert head == pytest.approx(8.0 + 1.0 / 3.54, abs=0.1)
+    assert head == pytest.approx(0.75 * 8.0 + 1.0 / 3.54, abs=0.1)
+    assert layer_counts(30, 2, head) == (18, 12)
+    assert layer_counts(30, 3, head) == (12, 12, 6)
+    assert layer_counts(30, 4, head) == (9, 9, 9, 3)
 
 
 def test_cores():
