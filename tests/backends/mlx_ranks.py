@@ -16,11 +16,12 @@ from torch_tiny import Driver
 
 from pippin.backends.base import GroupSpec
 from pippin.backends.mlx.runner import MlxRunner, load
-from pippin.config import Config, ModelConfig
+from pippin.config import CacheConfig, Config, ModelConfig, ParallelConfig
 from pippin.errors import PippinError
 from pippin.models.files import local_directory
+from pippin.types.request import Request, SamplingParams
 
-SECONDS = 120.0
+SECONDS = 200.0
 
 
 class Ranks:
@@ -111,6 +112,45 @@ def logits_of_all(
 
 def refusal(spec: GroupSpec, path: Path) -> Any:
     yield str(open_rank(spec, path))
+
+
+def engine_tokens(_: GroupSpec, path: Path, parallel: dict[str, int]) -> Any:
+    """Greedy and seeded tokens of a whole engine, which starts its other ranks itself."""
+    from pippin.engine import core
+
+    settings = ModelConfig(model=str(path), backend="mlx", device="cpu", dtype="float32")
+    engine = core.load(
+        Config(
+            model=settings,
+            cache=CacheConfig(kv_cache_bytes=1 << 20),
+            parallel=ParallelConfig(**parallel),
+        )
+    )
+    for i in range(4):
+        params = SamplingParams(temperature=float(i % 2), max_tokens=16, ignore_eos=True)
+        engine.add(
+            Request(
+                request_id=str(i),
+                prompt_token_ids=[3 + i, 50, 60] * (1 + 3 * i),
+                params=params,
+                seed=i,
+                max_tokens=16,
+            )
+        )
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert output.error is None, output.error
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    engine.close()
+    yield tokens
+
+
+def two_groups(spec: GroupSpec, path: Path) -> Any:
+    """The answer to a second group in a process."""
+    open_rank(spec, path).close()
+    other = GroupSpec(spec.rank, spec.size, "ring", tuple(reversed(spec.addresses)))
+    yield str(open_rank(other, path))
 
 
 def wait_for_other(spec: GroupSpec, path: Path, patience: float) -> Any:

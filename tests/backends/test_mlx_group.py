@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from mlx_ranks import Ranks, logits_of_all, refusal, wait_for_other
+from mlx_ranks import (
+    Ranks,
+    engine_tokens,
+    free_ports,
+    logits_of_all,
+    refusal,
+    two_groups,
+    wait_for_other,
+)
 from mlx_repo import write_quantised
 from mlx_tiny import MLX_MODELS, load_mlx
 from test_architectures import wide
@@ -17,8 +25,9 @@ from test_torch_models import LENGTHS, prompts, random_steps
 from torch_tiny import make_reference, reference_logits
 
 from pippin.backends.base import GroupSpec
+from pippin.backends.mlx import group
 from pippin.backends.mlx.group import _environment, connect
-from pippin.errors import ConfigError
+from pippin.errors import ConfigError, PeerLost
 
 NAMES = (
     "llama",
@@ -101,6 +110,38 @@ def test_an_impossible_size_names_the_possible_ones(tmp_path: Path) -> None:
         ranks.close()
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_the_engine_gives_the_same_tokens_in_any_layout(name: str, tmp_path: Path) -> None:
+    make_reference(*MLX_MODELS[name]).save_pretrained(tmp_path)
+    layouts: tuple[dict[str, int], ...] = (
+        {},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 3},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    )
+    found = []
+    for layout in layouts:
+        leader = Ranks(1, engine_tokens, tmp_path, layout)
+        try:
+            found.append(leader.result(0))
+        finally:
+            leader.close()
+    assert all(len(tokens) == 16 for tokens in found[0].values())
+    assert found[1:] == [found[0]] * 3
+
+
+def test_a_second_group_in_a_process_is_refused(tmp_path: Path) -> None:
+    make_reference("llama", {}).save_pretrained(tmp_path)
+    ranks = Ranks(2, two_groups, tmp_path)
+    try:
+        for rank in range(2):
+            error = ranks.result(rank)
+            assert isinstance(error, ConfigError)
+            assert "only one" in error.message
+    finally:
+        ranks.close()
+
+
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_ends_the_others_step(blow: int, tmp_path: Path) -> None:
     make_reference("llama", {}).save_pretrained(tmp_path)
@@ -112,6 +153,14 @@ def test_a_lost_rank_ends_the_others_step(blow: int, tmp_path: Path) -> None:
             assert ranks.result(0).startswith("PeerLost: another rank")
     finally:
         ranks.close()
+
+
+def test_a_rank_that_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "MEET_SECONDS", 0.3)
+    here = f"127.0.0.1:{free_ports(1)[0]}"
+    for rank, problem in ((0, "rank 1 .* did not come"), (1, "does not reach rank 0")):
+        with pytest.raises(PeerLost, match=problem):
+            connect(GroupSpec(rank, 2, "ring", (here, "127.0.0.1:1")))
 
 
 def test_groups_that_cannot_be_are_refused(tmp_path: Path) -> None:

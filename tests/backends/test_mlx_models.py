@@ -26,8 +26,9 @@ from pippin.backends.mlx.runner import MlxRunner, load
 from pippin.backends.mlx.weights import Weights
 from pippin.backends.mlx.wire import from_wire, to_wire
 from pippin.backends.torch.runner import load as load_torch
-from pippin.config import Config, ModelConfig
+from pippin.config import CacheConfig, Config, ModelConfig
 from pippin.engine import backend as engine_backend
+from pippin.engine import core as engine_core
 from pippin.errors import (
     ConfigError,
     EngineError,
@@ -38,7 +39,7 @@ from pippin.errors import (
 )
 from pippin.models.checkpoint import open_checkpoint
 from pippin.models.files import local_directory
-from pippin.types.request import SamplingParams
+from pippin.types.request import Request, SamplingParams
 from pippin.types.step import Chunk, StepPlan
 
 CONFIG = Config(model=ModelConfig(device="cpu"))
@@ -275,6 +276,38 @@ def test_long_and_short_decodes_are_not_padded_to_one_length(tmp_path: Path) -> 
     runner.execute(StepPlan(step=0, chunks=tuple(chunks)))
     slot = runner.info.kv_groups[0].bytes_per_token
     assert runner.gathered_bytes == slot * 16 * (251 + 7)
+
+
+def test_kv_of_long_and_short_sequences_is_near_its_ideal(tmp_path: Path) -> None:
+    """One of 4,000 tokens and seven of two: a batch padded to the longest takes eight times."""
+    changes = {"max_position_embeddings": 4096, "hidden_size": 12, "intermediate_size": 12}
+    make_reference("llama", changes).save_pretrained(tmp_path)
+    engine = engine_core.load(
+        Config(
+            model=ModelConfig(model=str(tmp_path), backend="mlx", device="cpu"),
+            cache=CacheConfig(kv_cache_bytes=4 << 20),
+        )
+    )
+    lengths = (4000, *(2,) * 7)
+    counts = dict.fromkeys(map(str, range(8)), 0)
+    for number, length in enumerate(lengths):
+        engine.add(
+            Request(
+                request_id=str(number),
+                prompt_token_ids=[3 + number] * length,
+                params=SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+                seed=0,
+                max_tokens=40,
+            )
+        )
+        while not counts[str(number)]:
+            for output in engine.step():
+                counts[output.request_id] += len(output.token_ids)
+    # Of the last token there is no KV yet.
+    ideal = sum(lengths) + sum(counts.values()) - len(lengths)
+    size = engine.ready.num_blocks[0] * engine.ready.block_size
+    assert ideal <= engine.stats().kv_cache_usage * size < 1.1 * ideal
+    engine.close()
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=64))

@@ -4,8 +4,8 @@
     jaccl    RDMA over Thunderbolt 5 (macOS 26.2); written on MLX's documentation, not yet run
 
 MLX's set-up blocks without a limit and keeps Python from running meanwhile, and its waits never
-end. So a group is made in a process of its own only (the engine's or a worker's), which ends itself
-if the others do not come, and a watch cuts the ring's sockets when a step is overdue.
+end. So a group is made in a process of its own only (the engine's or a worker's), after the ranks
+have met without it, and a watch cuts the ring's sockets when a step is overdue.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from pathlib import Path
 import mlx.core as mx
 
 from pippin.backends.base import GroupSpec
+from pippin.backends.torch.meeting import Meeting
 from pippin.errors import ConfigError, PeerLost
 
 #: Seconds for all ranks to meet, after which the process ends.
 MEET_SECONDS = 60.0
 
 #: Seconds that a step may take: so many, and so many for each of its tokens.
-STEP_SECONDS = 10.0
+STEP_SECONDS = 20.0
 TOKEN_SECONDS = 0.25
 
 _LOOK_SECONDS = 0.25
 
-#: The sockets of this process's group: MLX makes one, and gives it back to whoever asks again.
-_SOCKETS: set[int] = set()
+#: This process's group and its sockets: MLX makes one, and gives it back to whoever asks again.
+_MADE: list[tuple[GroupSpec, list[int]]] = []
 
 
 class Group:
@@ -99,8 +100,8 @@ class Group:
 
 
 def connect(spec: GroupSpec) -> Group:
-    """Meet the other ranks. Raises ``ConfigError`` or ``PeerLost``; ends the process after
-    ``MEET_SECONDS``."""
+    """Meet the other ranks. Raises ``ConfigError``, ``PortInUse`` or ``PeerLost``; ends the process
+    where MLX's own set-up takes longer than ``MEET_SECONDS``."""
     if not 0 <= spec.rank < spec.size or len(spec.addresses) != spec.size:
         raise ConfigError(
             f"rank {spec.rank} of {spec.size} with {len(spec.addresses)} addresses is no group"
@@ -109,8 +110,16 @@ def connect(spec: GroupSpec) -> Group:
         raise ConfigError(
             f"a tensor-parallel group on MLX cannot use {spec.backend!r}", hint="ring or jaccl"
         )
+    if _MADE and _MADE[0][0] != spec:
+        raise ConfigError(
+            "this process was in another tensor-parallel group, and MLX makes only one a process",
+            hint="start a new process for another engine",
+        )
     if not mx.distributed.is_available(spec.backend):
         raise ConfigError(f"this MLX was built without {spec.backend}", hint="--transport ring")
+    # The ranks meet in Python first: MLX's set-up, which stops all threads, then takes milliseconds,
+    # however much later than the others a rank was started.
+    Meeting(spec, MEET_SECONDS).close()
     with tempfile.TemporaryDirectory(prefix="pippin-group-") as directory:
         # MLX takes these from the environment only.
         os.environ.update(_environment(spec, Path(directory)))
@@ -125,10 +134,9 @@ def connect(spec: GroupSpec) -> Group:
             ) from error
         finally:
             faulthandler.cancel_dump_traceback_later()
-    if group.size() != spec.size:
-        raise ConfigError(f"this process is in an MLX group of {group.size()} ranks already")
-    _SOCKETS.update(_open_sockets() - before)
-    return Group(spec, group, sorted(_SOCKETS))
+    if not _MADE:
+        _MADE.append((spec, sorted(_open_sockets() - before)))
+    return Group(spec, group, _MADE[0][1])
 
 
 def _environment(spec: GroupSpec, directory: Path) -> dict[str, str]:
