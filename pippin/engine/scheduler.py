@@ -261,8 +261,9 @@ class Scheduler:
                 left_out = seq
                 break
             if step.tokens_left > tokens_kept:
+                before = step.tokens_left
                 self._decode(step, seq)
-                taken += 1
+                taken += before - step.tokens_left  # none where it found no blocks
             else:
                 withheld.append(seq)
         first = withheld[0] if withheld else left_out
