@@ -117,8 +117,8 @@ def connect(spec: GroupSpec) -> Group:
         )
     if not mx.distributed.is_available(spec.backend):
         raise ConfigError(f"this MLX was built without {spec.backend}", hint="--transport ring")
-    # The ranks meet in Python first: MLX's set-up, which stops all threads, then takes milliseconds,
-    # however much later than the others a rank was started.
+    # The ranks meet in Python first: MLX's set-up, which stops all threads, then takes
+    # milliseconds, however much later than the others a rank was started.
     Meeting(spec, MEET_SECONDS).close()
     with tempfile.TemporaryDirectory(prefix="pippin-group-") as directory:
         # MLX takes these from the environment only.
