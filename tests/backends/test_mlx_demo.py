@@ -19,7 +19,18 @@ from pippin.types.step import Chunk, StepPlan
 
 pytestmark = pytest.mark.model
 
-PROMPTS = ("The capital of France is", "def add(a, b):", "Once upon a time")
+PROMPTS = (
+    "The capital of France is",
+    "def add(a, b):",
+    "Once upon a time",
+    "Water boils at",
+    "A list of prime numbers: 2, 3, 5,",
+    "Dear Sir or Madam,",
+    "The opposite of hot is",
+    "To make bread, you need",
+    "In 1969, the first",
+    "SELECT name FROM",
+)
 STEPS = 64
 
 
