@@ -87,6 +87,9 @@ class RankHost:
             process_group=0,
         )
         self._process = process
+        # Ray runs us at niceness 15, at which a rank may starve; only some may undo that.
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, 0)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended: that is seen soon enough
             process.stdin.write(line + b"\n")

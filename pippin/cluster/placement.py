@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pippin import __version__
 from pippin.config import ModelConfig
-from pippin.errors import ResourcesMissing
+from pippin.errors import NodeUnfit, ResourcesMissing
 
 MLX, GPU, CPU = "mlx", "GPU", "pippin_cpu"
 
@@ -144,6 +145,21 @@ def missing(nodes: Sequence[NodeState], ranks: int, resources: Sequence[str]) ->
         f" … --resources='{{\"{resources[-1]}\": 1}}' (GPU is found by Ray itself); or use fewer"
         " ranks (-pp, -tp)",
     )
+
+
+def check_node(node: NodeState, version: str | None, why: str, python: str) -> None:
+    """Raises ``NodeUnfit`` unless the node's ranks would run this version."""
+    where = f"node {node.address} ({node.name})"
+    if version is None:
+        raise NodeUnfit(
+            f"{where}: the Python that Ray runs there, {python}, has no Pippin: {why}",
+            hint=f"there: {python} -m pip install 'pippin[cluster]=={__version__}'",
+        )
+    if version != __version__:
+        raise NodeUnfit(
+            f"{where} has Pippin {version}, this machine has {__version__}",
+            hint=f"there: {python} -m pip install 'pippin[cluster]=={__version__}'",
+        )
 
 
 def _offer(node: NodeState) -> str:

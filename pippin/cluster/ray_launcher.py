@@ -17,19 +17,17 @@ from pathlib import Path
 
 import msgspec
 
-from pippin import __version__
 from pippin.cluster import ray_api
-from pippin.cluster.placement import MLX, NodeState, Place, missing, place, wanted
-from pippin.cluster.ring import Ring, ports_needed, ring
+from pippin.cluster.placement import MLX, NodeState, Place, check_node, missing, place, wanted
+from pippin.cluster.ring import Ring, peers_of, ports_needed, ring
 from pippin.config import Config, carried, environment
 from pippin.engine.launcher import failure_to_error
-from pippin.engine.ranks import lost_error
+from pippin.engine.ranks import Elsewhere, lost_error
 from pippin.engine.spec import StageLoss, StageSpec
 from pippin.engine.start import split_layers
 from pippin.errors import (
     EngineError,
     LinkError,
-    NodeUnfit,
     PippinError,
     PortInUse,
     ResourcesMissing,
@@ -207,12 +205,11 @@ class RayEngine:
     def _judge(self, hosts: ray_api.Hosts, made: Ring) -> PippinError:
         """What to tell of those that have ended: a reason before a death, and a death before what
         the others say of it."""
-        endings = [
-            self._ending(hosts, index, made.ranks[index]) for index in hosts.ready(self._ends, 0.0)
-        ]
+        endings = [self._ending(hosts, index, made) for index in hosts.ready(self._ends, 0.0)]
         return min(endings, key=lambda ending: ending[0])[1]
 
-    def _ending(self, hosts: ray_api.Hosts, index: int, spec: StageSpec) -> tuple[int, PippinError]:
+    def _ending(self, hosts: ray_api.Hosts, index: int, made: Ring) -> tuple[int, PippinError]:
+        spec = made.ranks[index]
         try:
             status, said = hosts.answer(index, self._ends[index], 1.0)
         except ray_api.Gone as gone:
@@ -222,7 +219,10 @@ class RayEngine:
         except msgspec.DecodeError:
             lost = lost_error(StageLoss(spec.name, self._pids[index], status))
             return (2 if status < 0 else 4), lost
-        return (3 if isinstance(reason, LinkError) else 0), _named(reason, spec)
+        if not isinstance(reason, LinkError):
+            return 0, _named(reason, spec)
+        told = Elsewhere(spec, peers_of(spec, made.ranks)).explain(reason)
+        return 3, told if told is not reason else _named(reason, spec)
 
     def _explained(self, error: PippinError) -> PippinError:
         """An error of the leader, or what caused it."""
@@ -276,21 +276,6 @@ def _absolute(config: Config) -> Config:
         return config
     model = msgspec.structs.replace(config.model, model=str(path.absolute()))
     return msgspec.structs.replace(config, model=model)
-
-
-def check_node(node: NodeState, version: str | None, why: str, python: str) -> None:
-    """Raises ``NodeUnfit`` unless the node's ranks would run this version (pure)."""
-    where = f"node {node.address} ({node.name})"
-    if version is None:
-        raise NodeUnfit(
-            f"{where}: the Python that Ray runs there, {python}, has no Pippin: {why}",
-            hint=f"there: {python} -m pip install 'pippin[cluster]=={__version__}'",
-        )
-    if version != __version__:
-        raise NodeUnfit(
-            f"{where} has Pippin {version}, this machine has {__version__}",
-            hint=f"there: {python} -m pip install 'pippin[cluster]=={__version__}'",
-        )
 
 
 def _named(error: PippinError, spec: StageSpec) -> PippinError:

@@ -93,7 +93,7 @@ def ring(
             )
     leader = ranks[-size]
     return Ring(tuple(ranks), EngineSpec(config=leader.config, rank=leader,
-                                         peers=_peers(ranks, leader)), stream)  # fmt: skip
+                                         peers=peers_of(leader, ranks)), stream)  # fmt: skip
 
 
 def _host(address: str) -> str:
@@ -112,14 +112,14 @@ def _of_rank(config: Config, place: Place, sharing: int) -> Config:
     return msgspec.structs.replace(config, model=model, cache=cache)
 
 
-def _peers(ranks: Sequence[StageSpec], leader: StageSpec) -> dict[str, str]:
-    """Who is at the other end of the leader's links, by the links' addresses."""
+def peers_of(who: StageSpec, ranks: Sequence[StageSpec]) -> dict[str, str]:
+    """Who is at the other end of a rank's links, by the links' addresses."""
     peers: dict[str, str] = {}
     for rank in ranks:
-        if rank is leader:
+        if rank is who:
             continue
-        if rank.next is not None and rank.next == leader.inbox:
-            peers[rank.next] = rank.name
-        if rank.inbox is not None and rank.inbox in (leader.next, *leader.followers):
+        if who.inbox is not None and who.inbox in (rank.next, *rank.followers):
+            peers[who.inbox] = rank.name
+        if rank.inbox is not None and rank.inbox in (who.next, *who.followers):
             peers[rank.inbox] = rank.name
     return peers

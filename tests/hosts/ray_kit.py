@@ -20,6 +20,8 @@ _QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
+    # Ranks at Ray's usual 15 starve beside its own daemons, since a host here has one core.
+    "RAY_worker_niceness": "0",
     # A dead node is found in seconds, not in half a minute.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
