@@ -121,6 +121,9 @@ class StageRunner(Protocol):
     """In words, for the start-up summary: ``cpu (2 threads, AVX2)``, ``cuda:0 (NVIDIA H200)``."""
     reason: str
     """Why this device, dtype and weight format."""
+    runs_ahead: bool
+    """``execute`` returns before its step is done, and the next one may be handed over meanwhile;
+    ``synchronize`` waits for it."""
     splits_layers: bool
     """It has all layers, and runs chunks a few of them at a time (``Chunk.layers``)."""
 

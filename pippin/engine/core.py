@@ -90,6 +90,19 @@ class Stages:
         self.close_others()
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A plan that was sent and not committed."""
+
+    scheduled: Scheduled
+    sent: float
+    """Monotonic."""
+    logits: Any = None
+    """Where this is the only stage, which has been handed the plan."""
+    ended: float | None = None
+    """When that stage was seen to be done with it, if it was."""
+
+
 class EngineCore:
     """One replica of one model."""
 
@@ -98,8 +111,10 @@ class EngineCore:
         self._scheduler = scheduler
         self._clock = clock
         self._refused: list[SequenceOutput] = []
-        self._in_flight: deque[tuple[Scheduled, float]] = deque()
-        """Plans sent and not committed, oldest first, and when they were sent (monotonic)."""
+        self._in_flight: deque[_Flight] = deque()
+        """Oldest first."""
+        self._ended = 0.0
+        """When the last plan was done (monotonic)."""
         self._busy = BusyMeter(clock.monotonic())
         self._slowest = 0.0
         self._until_look = 0
@@ -196,26 +211,52 @@ class EngineCore:
         if pipeline is not None and self._until_look <= 0:
             self._until_look = _LOOK_AT_LINKS
             self._scheduler.set_pipeline(PipelineShape(self._stages.count, pipeline.delay))
-        while len(self._in_flight) < self._scheduler.num_plans:
+        while self._has_room():
             scheduled = self._scheduler.schedule(now)
             if scheduled is None:
                 return
             self._until_look -= 1
-            self._in_flight.append((scheduled, self._clock.monotonic()))
+            flight = _Flight(scheduled, self._clock.monotonic())
             if pipeline is not None:
                 pipeline.send(scheduled.plan)
+            else:
+                flight.logits = self._stages.run(scheduled.plan, None)
+                for before in self._in_flight:
+                    # The stage takes a plan when it is done with the last one.
+                    before.ended = before.ended or self._clock.monotonic()
+            self._in_flight.append(flight)
+
+    def _has_room(self) -> bool:
+        """Whether another plan may be in flight.
+
+        A stage that runs ahead gets the next chunk of a prompt while it works on one. Not behind a
+        plan that gives tokens: their sequences would miss the next step.
+        """
+        flights = self._in_flight
+        if len(flights) < self._scheduler.num_plans:
+            return True
+        runner = self._stages.runner
+        alone = self._stages.pipeline is None and runner.runs_ahead
+        return alone and len(flights) == 1 and not flights[0].scheduled.rows
 
     def _finish_oldest(self, timeout_s: float | None) -> list[SequenceOutput]:
-        scheduled, sent = self._in_flight[0]
-        hidden, slowest = None, 0.0
+        flight = self._in_flight[0]
+        scheduled, slowest = flight.scheduled, 0.0
+        started = max(flight.sent, self._ended)
         if self._stages.pipeline is not None:
-            received = self._receive(scheduled.plan.step, sent, timeout_s)
+            received = self._receive(scheduled.plan.step, flight.sent, timeout_s)
             if received is None:
                 return []
             hidden, slowest = received
-        started = self._clock.monotonic()
-        tokens, prompt_logprobs = self._run(scheduled, hidden)
-        own = self._clock.monotonic() - started
+            started = self._clock.monotonic()
+            flight.logits = self._stages.run(scheduled.plan, hidden)
+        tokens, prompt_logprobs = self._sample(scheduled, flight.logits)
+        if flight.ended is None:
+            if not scheduled.rows:
+                self._stages.runner.synchronize()
+            flight.ended = self._clock.monotonic()
+        self._ended = flight.ended
+        own = max(0.0, flight.ended - started)
         self._busy.add(own)
         self._in_flight.popleft()
         self._slowest = max(self._slowest, slowest, own)
@@ -238,15 +279,14 @@ class EngineCore:
             if timeout_s is not None:
                 return None
 
-    def _run(
-        self, scheduled: Scheduled, hidden: HiddenStates | None
+    def _sample(
+        self, scheduled: Scheduled, logits: Any
     ) -> tuple[Mapping[int, SampledToken], Mapping[int, list[Logprobs]]]:
         sampler = self._stages.runner.sampler
         for slot in scheduled.plan.freed:
             sampler.remove(slot)
         for sequence in scheduled.entered:
             sampler.add(sequence.slot, sequence.sampling_state())
-        logits: Any = self._stages.run(scheduled.plan, hidden)
         # Prompt rows first: sampling may overwrite the logits.
         prompt_logprobs = {
             rows.seq: sampler.prompt_logprobs(logits, rows.first_row, rows.targets, rows.top)

@@ -24,7 +24,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from pippin.backends.base import GroupSpec
-from pippin.backends.torch.meeting import Meeting
+from pippin.backends.meeting import Meeting
 from pippin.errors import ConfigError, PeerLost
 
 #: Seconds for all ranks to meet, after which the process ends.

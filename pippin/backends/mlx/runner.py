@@ -61,6 +61,7 @@ class MlxRunner:
         self.device = choice.description
         self.reason = reason
         self.splits_layers = False
+        self.runs_ahead = model.head is not None and group is None
         self.sampler = MlxSampler(info.vocab_size)
         self._model = model
         self._choice = choice

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pippin.backends.torch.group import STEP_SECONDS
-from pippin.backends.torch.meeting import INIT_SECONDS, LOAD_SECONDS, Meeting, listen, lost
+from pippin.backends.meeting import INIT_SECONDS, LOAD_SECONDS, Meeting, listen, lost
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pippin.backends.base import GroupSpec
-from pippin.backends.torch.meeting import LOAD_SECONDS, Meeting, split_address
+from pippin.backends.meeting import LOAD_SECONDS, Meeting, split_address
 from pippin.backends.torch.native.ops import Kernels
 from pippin.errors import ConfigError
 

@@ -16,7 +16,7 @@ from pippin.backends.shard import make_shard, sizes_of, whole
 from pippin.backends.torch.batch import Batch, BatchBuilder
 from pippin.backends.torch.device import DeviceChoice, choose_device, dtype_name, free_memory
 from pippin.backends.torch.group import Group, connect
-from pippin.backends.torch.meeting import INIT_SECONDS, split_address
+from pippin.backends.meeting import INIT_SECONDS, split_address
 from pippin.backends.torch.model import SUPPORTED, StageModel, Stretch, build, count_parameters
 from pippin.backends.torch.native.build import NoKernels
 from pippin.backends.torch.native.ops import Kernels
@@ -70,6 +70,7 @@ class TorchRunner:
         self._builder: BatchBuilder | None = None
         self._parts: dict[int, torch.Tensor] = {}
         """Hidden states of chunks of which some layers are done, by sequence."""
+        self.runs_ahead = False
         self.splits_layers = model.embedding is not None and model.head is not None
         self.sampler = TorchSampler(info.vocab_size, choice.device)
 
