@@ -252,7 +252,9 @@ class RayEngine:
             return
         leader = [i for i, spec in enumerate(made.ranks) if spec is made.leader.rank]
         others = [i for i in range(len(made.ranks)) if i not in leader]
-        for indices, grace in ((leader, min(timeout_s, _STOP_S)), (others, 0.5)):
+        # Where a rank was lost nothing is worth waiting for, and the leader may be the frozen one.
+        patience = min(timeout_s, _STOP_S if self._failure is None else 0.5)
+        for indices, grace in ((leader, patience), (others, 0.5)):
             asked = [hosts.ask(index, "stop", grace) for index in indices]
             for index, one in zip(indices, asked, strict=True):
                 try:
