@@ -8,7 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 
+import msgspec
 import pytest
 
 from pippin import __version__, config
@@ -64,6 +67,8 @@ def test_ranks_of_a_stage_share_a_node_if_they_can():
     assert told(place(nodes[:1], 2, 2, (GPU,))) == [["10.0.0.1 GPU"] * 2] * 2
     one_each = [node(1, pippin_cpu=1), node(2, pippin_cpu=1)]
     assert told(place(one_each, 1, 2, (CPU,))) == [["10.0.0.1 pippin_cpu", "10.0.0.2 pippin_cpu"]]
+    one_each[1] = node(2, ours=True, pippin_cpu=1)  # rank 0 leads
+    assert told(place(one_each, 1, 2, (CPU,))) == [["10.0.0.2 pippin_cpu", "10.0.0.1 pippin_cpu"]]
 
 
 def test_what_others_hold_is_not_taken():
@@ -103,14 +108,21 @@ def test_a_node_must_have_this_version():
         check_node(node(1), None, "ModuleNotFoundError: No module named 'pippin'", "/bin/python")
 
 
-def make(stages: int, size: int, places: list[list[Place]], **parallel: object) -> Ring:
+def make(
+    stages: int,
+    size: int,
+    places: list[list[Place]],
+    server: Mapping[str, object] = MappingProxyType({}),
+    **parallel: object,
+) -> Ring:
     settings = config.build(
         {
+            "server": dict(server),
             "parallel": {
                 "pipeline_parallel_size": stages,
                 "tensor_parallel_size": size,
                 **parallel,
-            }
+            },
         }
     )
     needed = ports_needed(places)
@@ -135,8 +147,9 @@ def test_links_lead_round_the_ring_and_back_to_the_leader():
 
 
 def test_secrets_are_not_shown():
-    made = make(1, 1, [[Place(node(1, pippin_cpu=1), CPU)]])
+    made = make(1, 1, [[Place(node(1, pippin_cpu=1), CPU)]], server={"api_key": ["key of mine"]})
     assert made.ranks[0].secret == SECRET
+    assert b"key of mine" not in msgspec.json.encode([made.ranks, made.leader])
     assert SECRET not in f"{made} {made.ranks} {made.leader!r} {made.ranks[0].keys}"
 
 
