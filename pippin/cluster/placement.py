@@ -105,7 +105,8 @@ def _spread(
     if len(singles) < stages * group_size or (mixed and group_size > 1):
         return None
     singles = singles[-stages * group_size :]
-    return [singles[i * group_size : (i + 1) * group_size] for i in range(stages)]
+    groups = [singles[i * group_size : (i + 1) * group_size] for i in range(stages)]
+    return [sorted(group, key=lambda one: not one.node.ours) for group in groups]
 
 
 def _count(amounts: Mapping[str, float], resource: str) -> int:

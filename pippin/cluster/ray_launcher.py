@@ -26,6 +26,7 @@ from pippin.engine.ranks import Elsewhere, lost_error
 from pippin.engine.spec import StageLoss, StageSpec
 from pippin.engine.start import split_layers
 from pippin.errors import (
+    ClusterError,
     EngineError,
     LinkError,
     PippinError,
@@ -68,6 +69,8 @@ class RayEngine:
         """Of each rank: the answer that comes when its process ends."""
         self._stopping = threading.Event()
         self._lock = threading.Lock()
+        """Held while Ray is asked how the ranks are, and to forget it: Ray connects by itself when
+        it is asked something after its end."""
         self._failure: PippinError | None = None
 
     @property
@@ -189,17 +192,16 @@ class RayEngine:
 
     def failure(self, wait_s: float = 0.0) -> PippinError | None:
         """Why a rank has ended, None while all run; waits ``wait_s`` seconds for that."""
-        hosts, made = self._hosts, self._ring
         with self._lock:
+            hosts, made = self._hosts, self._ring
             if self._failure is not None or hosts is None or made is None or not self._ends:
                 return self._failure
-        if not hosts.ready(self._ends, wait_s) or self._stopping.is_set():
-            return None
-        # The leader knows best what happened, and those behind a lost rank end by it.
-        leader = next(i for i, spec in enumerate(made.ranks) if spec is made.leader.rank)
-        hosts.ready([self._ends[leader]], _LEADER_SPEAKS_S)
-        with self._lock:
-            self._failure = self._failure or self._judge(hosts, made)
+            if not hosts.ready(self._ends, wait_s) or self._stopping.is_set():
+                return None
+            # The leader knows best what happened, and those behind a lost rank end by it.
+            leader = next(i for i, spec in enumerate(made.ranks) if spec is made.leader.rank)
+            hosts.ready([self._ends[leader]], _LEADER_SPEAKS_S)
+            self._failure = self._judge(hosts, made)
             return self._failure
 
     def _judge(self, hosts: ray_api.Hosts, made: Ring) -> PippinError:
@@ -212,8 +214,8 @@ class RayEngine:
         spec = made.ranks[index]
         try:
             status, said = hosts.answer(index, self._ends[index], 1.0)
-        except ray_api.Gone as gone:
-            return 1, ray_api.Gone(f"lost {spec.name}: {gone.message}", hint=gone.hint)
+        except ClusterError as gone:
+            return 1, type(gone)(f"lost {spec.name}: {gone.message}", hint=gone.hint)
         try:
             reason = failure_to_error(msgspec.json.decode(said, type=Failed))
         except msgspec.DecodeError:
@@ -252,7 +254,9 @@ class RayEngine:
             return
         leader = [i for i, spec in enumerate(made.ranks) if spec is made.leader.rank]
         others = [i for i in range(len(made.ranks)) if i not in leader]
-        for indices, grace in ((leader, min(timeout_s, _STOP_S)), (others, 0.5)):
+        # Where a rank was lost nothing is worth waiting for, and the leader may be the frozen one.
+        patience = min(timeout_s, _STOP_S if self._failure is None else 0.5)
+        for indices, grace in ((leader, patience), (others, 0.5)):
             asked = [hosts.ask(index, "stop", grace) for index in indices]
             for index, one in zip(indices, asked, strict=True):
                 try:

@@ -10,7 +10,7 @@ import msgspec
 
 from pippin.backends.base import GroupSpec
 from pippin.cluster.placement import BACKENDS, CPU, GPU, MLX, Place
-from pippin.config import Config
+from pippin.config import Config, ServerConfig
 from pippin.engine.ranks import cores
 from pippin.engine.spec import EngineSpec, StageSpec
 
@@ -109,7 +109,8 @@ def _of_rank(config: Config, place: Place, sharing: int) -> Config:
     if place.resource != GPU:
         share = cache.gpu_memory_utilization / sharing
         cache = msgspec.structs.replace(cache, gpu_memory_utilization=share)
-    return msgspec.structs.replace(config, model=model, cache=cache)
+    # The server's keys are none of a rank's business.
+    return msgspec.structs.replace(config, model=model, cache=cache, server=ServerConfig())
 
 
 def peers_of(who: StageSpec, ranks: Sequence[StageSpec]) -> dict[str, str]:

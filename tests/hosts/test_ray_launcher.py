@@ -106,38 +106,35 @@ def failure(**more):
 """
 
 
-def test_two_hosts_give_the_tokens_of_one_process_and_ray_may_be_initialised_again(cluster, model):
+def test_two_hosts_give_the_tokens_of_one_process_and_ray_may_be_initialised_by_others(
+    cluster, model
+):
     script = PRELUDE + (
         "import ray\n"
         "with make(**RAY) as llm:\n"
-        "    first = tokens(llm)\n"
+        "    stages = tokens(llm)\n"
         "    nodes = [stage.node for stage in llm._live().ready.stages]\n"
         "    try: ray.init()\n"
         "    except RuntimeError: pass\n"
         "    ray.init(ignore_reinit_error=True)\n"
         "    again = tokens(llm)\n"
-        "left = ray.is_initialized()\n"
-        "with make() as llm: alone = tokens(llm)\n"
-        "print(json.dumps([nodes, first, again, left, alone]))\n"
-    )
-    lines = cluster.python(script, str(model), timeout_s=150).splitlines()
-    nodes, first, again, left, alone = json.loads(lines[-1])
-    assert [node.split()[0] for node in nodes] == ["10.77.0.2", "10.77.0.1"]
-    assert first == again == alone
-    assert len(alone[0]) == 24
-    assert left is False  # Ray was ours, and ended with the last user
-
-
-def test_a_connection_of_the_users_own_is_used_and_left(cluster, model):
-    script = PRELUDE + (
-        "import ray\n"
+        "left = [ray.is_initialized()]\n"
+        # A connection of the user's own is used and left; the places are free again at once.
         "ray.init(address='auto', logging_level='error', log_to_driver=False)\n"
-        "for _ in range(2):\n"  # the places are free again at once
-        "    with make(**RAY) as llm: tokens(llm)\n"
-        "print(json.dumps([ray.is_initialized(), len(ray.nodes())]))\n"
+        "with make(**RAY | dict(pipeline_parallel_size=1, tensor_parallel_size=2)) as llm:\n"
+        "    parts = tokens(llm)\n"
+        "left += [ray.is_initialized(), len(ray.nodes())]\n"
+        "ray.shutdown()\n"
+        "with make() as llm: alone = tokens(llm)\n"
+        "print(json.dumps([nodes, left, stages, again, parts, alone]))\n"
     )
-    lines = cluster.python(script, str(model), timeout_s=150).splitlines()
-    assert json.loads(lines[-1]) == [True, 3]
+    lines = cluster.python(script, str(model), timeout_s=200).splitlines()
+    nodes, left, *results = json.loads(lines[-1])
+    assert [node.split()[0] for node in nodes] == ["10.77.0.2", "10.77.0.1"]
+    assert left == [False, True, 3]  # Ray was ours and ended with its last user; then it was not
+    stages, again, parts, alone = results
+    assert stages == again == parts == alone
+    assert len(alone[0]) == 24
 
 
 GENERATE = PRELUDE + (

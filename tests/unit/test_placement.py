@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
 import pytest
 
 from pippin import __version__, config
+from pippin.cluster.host import RankHost
 from pippin.cluster.placement import CPU, GPU, MLX, NodeState, Place, check_node, place, wanted
 from pippin.cluster.ring import Ring, peers_of, ports_needed, ring
 from pippin.config import ModelConfig
@@ -56,6 +67,8 @@ def test_ranks_of_a_stage_share_a_node_if_they_can():
     assert told(place(nodes[:1], 2, 2, (GPU,))) == [["10.0.0.1 GPU"] * 2] * 2
     one_each = [node(1, pippin_cpu=1), node(2, pippin_cpu=1)]
     assert told(place(one_each, 1, 2, (CPU,))) == [["10.0.0.1 pippin_cpu", "10.0.0.2 pippin_cpu"]]
+    one_each[1] = node(2, ours=True, pippin_cpu=1)  # rank 0 leads
+    assert told(place(one_each, 1, 2, (CPU,))) == [["10.0.0.2 pippin_cpu", "10.0.0.1 pippin_cpu"]]
 
 
 def test_what_others_hold_is_not_taken():
@@ -95,14 +108,21 @@ def test_a_node_must_have_this_version():
         check_node(node(1), None, "ModuleNotFoundError: No module named 'pippin'", "/bin/python")
 
 
-def make(stages: int, size: int, places: list[list[Place]], **parallel: object) -> Ring:
+def make(
+    stages: int,
+    size: int,
+    places: list[list[Place]],
+    server: Mapping[str, object] = MappingProxyType({}),
+    **parallel: object,
+) -> Ring:
     settings = config.build(
         {
+            "server": dict(server),
             "parallel": {
                 "pipeline_parallel_size": stages,
                 "tensor_parallel_size": size,
                 **parallel,
-            }
+            },
         }
     )
     needed = ports_needed(places)
@@ -127,8 +147,9 @@ def test_links_lead_round_the_ring_and_back_to_the_leader():
 
 
 def test_secrets_are_not_shown():
-    made = make(1, 1, [[Place(node(1, pippin_cpu=1), CPU)]])
+    made = make(1, 1, [[Place(node(1, pippin_cpu=1), CPU)]], server={"api_key": ["key of mine"]})
     assert made.ranks[0].secret == SECRET
+    assert b"key of mine" not in msgspec.json.encode([made.ranks, made.leader])
     assert SECRET not in f"{made} {made.ranks} {made.leader!r} {made.ranks[0].keys}"
 
 
@@ -178,3 +199,53 @@ def test_whose_link_it_is_by_its_address():
     assert peers_of(follower, made.ranks) == {follower.inbox: first.name}
     assert peers_of(leader, made.ranks) == made.leader.peers
     assert made.leader.peers[other.inbox or ""] == other.name
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in ("pippin.cluster.ray_launcher", "pippin.cluster.ray_api"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ConfigError, match="needs the package ray") as caught:
+        importlib.import_module("pippin.cluster.ray_launcher")
+    assert caught.value.hint == "pip install 'pippin[cluster]'"
+
+
+def test_one_machine_never_imports_ray():
+    script = (
+        "import sys, pippin.llm, pippin.cli.service\n"
+        "from pippin import options\n"
+        "from pippin.cli.service import launched\n"
+        "launched(options.make_config({'pipeline_parallel_size': 2})).stop()\n"
+        "assert 'ray' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_rank_host_starts_watches_and_ends_a_process():
+    host = RankHost()
+    assert host.facts()["version"] == __version__
+    # Any module that reads its standard input will do.
+    pid = host.start("code", ["-q"], b"print(6 * 7)", {})
+    os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)  # until it has stopped
+    host.stop(0.1)  # a frozen process does not hear a polite signal
+    assert host.ended()[0] == -signal.SIGKILL
+
+
+def test_a_rank_host_keeps_the_last_words_of_its_process():
+    host = RankHost()
+    pid = host.start("pippin.engine.worker", [], b"{}", {})
+    assert pid > 0
+    status, said = host.ended()
+    assert status == 1  # a traceback: that is no StageSpec
+    assert said == b""
+
+
+def test_ports_that_others_listen_at_are_left_out():
+    host = RankHost()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert host.free_ports("127.0.0.1", 2, (port, port)) == []
+        assert port not in host.free_ports("127.0.0.1", 3, None)
+    with pytest.raises(OSError, match="assign"):
+        host.free_ports("203.0.113.1", 1, (7000, 7001))

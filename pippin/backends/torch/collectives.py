@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pippin.backends.torch.group import STEP_SECONDS
 from pippin.backends.meeting import INIT_SECONDS, LOAD_SECONDS, Meeting, listen, lost
+from pippin.backends.torch.group import STEP_SECONDS
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import torch
 
 from pippin.backends.base import GroupSpec, HiddenStates
 from pippin.backends.description import read_config, rope_switch
+from pippin.backends.meeting import INIT_SECONDS, split_address
 from pippin.backends.shard import make_shard, sizes_of, whole
 from pippin.backends.torch.batch import Batch, BatchBuilder
 from pippin.backends.torch.device import DeviceChoice, choose_device, dtype_name, free_memory
 from pippin.backends.torch.group import Group, connect
-from pippin.backends.meeting import INIT_SECONDS, split_address
 from pippin.backends.torch.model import SUPPORTED, StageModel, Stretch, build, count_parameters
 from pippin.backends.torch.native.build import NoKernels
 from pippin.backends.torch.native.ops import Kernels

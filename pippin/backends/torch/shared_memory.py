@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from pippin.backends.torch.group import STEP_SECONDS
 from pippin.backends.meeting import INIT_SECONDS, LOAD_SECONDS, Meeting, lost
+from pippin.backends.torch.group import STEP_SECONDS
 from pippin.backends.torch.native.exchange import MOST_RANKS, Exchange, region_bytes
 from pippin.backends.torch.native.ops import Kernels
 
