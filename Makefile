@@ -22,7 +22,7 @@ demo: $(VENV)/installed
 	$(BIN)/pippin demo $(ARGS)
 
 check: lint
-	$(BIN)/python -m pytest -q -m "not model and not cluster" tests
+	$(BIN)/python -m pytest -q -m "not model and not cluster and not slow" tests
 
 test: lint
 	$(BIN)/python -m pytest -q tests

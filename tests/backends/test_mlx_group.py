@@ -29,6 +29,8 @@ from pippin.backends.mlx import group
 from pippin.backends.mlx.group import _environment, connect
 from pippin.errors import ConfigError, PeerLost
 
+pytestmark = pytest.mark.slow
+
 NAMES = (
     "llama",
     "llama-tied",

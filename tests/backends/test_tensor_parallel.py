@@ -22,6 +22,8 @@ from pippin.config import Config, ModelConfig, ParallelConfig, environment
 from pippin.errors import ConfigError, PeerLost, StageMismatch
 from pippin.models.files import local_directory, resolve
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (1, 23, 40)
 
 #: 8 heads with 2 KV heads: cut in 2 each has its own, in 4 two ranks share one.

@@ -13,6 +13,8 @@ from torch_tiny import MODELS, make_reference
 
 from pippin.types.request import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 LAYERS = 6
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=14, ignore_eos=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hosts_kit import Net, _namespaces, why_no_latency
 
+pytestmark = pytest.mark.slow
+
 SERVER = """
 import contextlib, socket, threading
 

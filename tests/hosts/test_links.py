@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hosts_kit import Net, why_no_latency
 
+pytestmark = pytest.mark.slow
+
 KIT = Path(__file__).parents[1] / "transport"
 
 BOUND = f"""

@@ -28,6 +28,8 @@ from pippin.transport.frames import Control, Header, Kind, encode, encode_head
 from pippin.transport.keys import derive_keys
 from pippin.transport.link import Link
 
+pytestmark = pytest.mark.slow
+
 KEYS = derive_keys(SECRET)
 OTHER_KEYS = derive_keys("quite another secret")
 
