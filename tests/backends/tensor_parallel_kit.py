@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch_tiny import Driver
 
+from pippin.backends import meeting
 from pippin.backends.base import GroupSpec, HiddenStates
-from pippin.backends.torch import collectives, meeting, runner, shared_memory
+from pippin.backends.torch import collectives, runner, shared_memory
 from pippin.config import Config, ModelConfig, ParallelConfig
 from pippin.errors import PippinError
 from pippin.models.checkpoint import open_checkpoint
