@@ -37,7 +37,7 @@ from pippin.config import SchedulerConfig
 SLOWDOWN = 1.35
 
 #: Longest and shortest limit of a step while sequences decode, in decode-only steps.
-MAX_GAP = 3.2
+MAX_GAP = 3.6
 MIN_GAP = 2.0
 
 #: What passes between two tokens beside the step: the engine's loop, their way to the client.
