@@ -71,6 +71,10 @@ _MECHANISM_MISMATCH = 0x11000002
 Frames = Sequence[Buffer]
 
 
+#: How long messages may come in after a connection ended, in milliseconds.
+_LAST_WORDS_MS = 50
+
+
 class Receiver(Protocol):
     """Called from the I/O thread."""
 
@@ -357,7 +361,11 @@ class Pump(threading.Thread):
         self._strangers.pop(descriptor, None)
         if descriptor != self._descriptor or not (self._bound or self._connected):
             return
-        self._read(None)  # what it sent before it went
+        # What it sent before it went. libzmq tells of the end first, and hands over the last
+        # messages after that.
+        self._read(None)
+        while self._socket.poll(_LAST_WORDS_MS):
+            self._read(None)
         raise self._lost()
 
     def _lost(self) -> PeerLost:

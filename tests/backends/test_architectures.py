@@ -21,6 +21,8 @@ from pippin.backends.torch.runner import load as load_torch
 from pippin.config import Config, ModelConfig
 from pippin.models.files import local_directory
 
+pytestmark = pytest.mark.slow
+
 #: Widths in whole groups of 32.
 _WIDE: dict[str, Any] = {
     "hidden_size": 64,

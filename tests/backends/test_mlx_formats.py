@@ -28,6 +28,8 @@ from pippin.errors import ConfigError
 from pippin.models.files import resolve
 from pippin.models.packed import unpack
 
+pytestmark = pytest.mark.slow
+
 
 def open_mlx(path: Path, **model: Any) -> AsTorch:
     config = Config(model=ModelConfig(model=str(path), device="cpu", **model))
