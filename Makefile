@@ -1,6 +1,6 @@
 # Every target makes what it needs: a virtual environment in .venv with Pippin and its tools.
 #   make demo    install, fetch the small model, serve it, print an answered chat and the URL
-#   make check   lint, types, import layers and the fast tests (under two minutes)
+#   make check   lint, types, import layers and the fast tests (about two minutes)
 #   make test    everything
 #   make docs    run the checks of docs/models.md's table and write it anew
 PYTHON ?= python3
