@@ -185,7 +185,7 @@ def test_wake_is_called_on_arrival_and_on_loss():
 
 
 @pytest.mark.xfail(
-    reason="known fault: on a busy machine (2 of 3 whole runs) the last messages before a close"
+    reason="known fault: now and then (2 of 3 whole runs) the last messages before a close"
     " can be lost with the connection; seen only where a link is closed right behind them",
     strict=False,
 )
