@@ -51,6 +51,7 @@ class Kind(IntEnum):
     PING = 8
     PONG = 9
     CREDIT = 10
+    BYE = 11
 
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]

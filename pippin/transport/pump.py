@@ -71,8 +71,8 @@ _MECHANISM_MISMATCH = 0x11000002
 Frames = Sequence[Buffer]
 
 
-#: How long messages may come in after a connection ended, in milliseconds.
-_LAST_WORDS_MS = 50
+#: How long an end that leaves because of the other waits for it to hear why, in seconds.
+_GOODBYE_S = 0.5
 
 
 class Receiver(Protocol):
@@ -134,6 +134,8 @@ class Pump(threading.Thread):
         self._pings = 0
         self._beating = False
         self._closing = False
+        self._leaving = False
+        """This end has said that nothing more will come from it."""
         self._linger_s = 0.0
 
     def _open(self, address: str, keys: CurveKeys | None) -> None:
@@ -197,10 +199,10 @@ class Pump(threading.Thread):
         error: LinkError = PeerLost("the link was closed")
         try:
             self._loop()
-            self._socket.linger = int(self._linger_s * 1000)
+            self._leave(Header(Kind.BYE), b"", self._linger_s)
         except BrokenProtocol as raised:
             error = raised
-            self._give_up(raised)
+            self._leave(Header(Kind.REFUSE), raised.message.encode(), _GOODBYE_S)
         except LinkError as raised:
             error = raised
         except zmq.ZMQError as raised:
@@ -259,12 +261,28 @@ class Pump(threading.Thread):
         self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         self.counters.bytes_sent += sum(memoryview(frame).nbytes for frame in pair)
 
-    def _give_up(self, error: LinkError) -> None:
-        """Tell the peer why this end leaves."""
-        with contextlib.suppress(zmq.ZMQError):
-            if self._peer or self._connected:
-                self._send((encode_head(Header(Kind.REFUSE)), error.message.encode()))
-                self._socket.linger = 500
+    def _leave(self, header: Header, why: bytes, wait_s: float) -> None:
+        """Tell the peer that, or why, this end leaves, and hear it out until it leaves as well.
+
+        A connection that is closed while something in it is unread is reset by the system (RFC
+        2525, 2.17), and then what the peer has not read yet is lost.
+        """
+        self._leaving = True
+        self._socket.linger = int(wait_s * 1000)
+        if not (self._peer or self._connected):
+            return
+        poller = zmq.Poller()
+        for source in (self._socket, self._monitor):
+            poller.register(source, zmq.POLLIN)
+        deadline = time.monotonic() + wait_s
+        with contextlib.suppress(LinkError, zmq.ZMQError):  # it left
+            self._send((encode_head(header), why))
+            while self._beating and (left_s := deadline - time.monotonic()) > 0:
+                ready = dict(poller.poll(int(left_s * 1000) + 1))
+                if self._socket in ready:
+                    self._read(_READS_IN_A_ROW)
+                if self._monitor in ready:
+                    self._watch()
 
     def _ping(self) -> None:
         self._send((encode_head(Header(Kind.PING, seconds=time.monotonic())), b""))
@@ -306,6 +324,11 @@ class Pump(threading.Thread):
                 else:
                     self.measured.set()
                 return
+            case Kind.BYE:
+                if not self._leaving:
+                    self._socket.linger = int(_GOODBYE_S * 1000)
+                    self._send((encode_head(Header(Kind.BYE)), b""))
+                raise self._lost()
             case Kind.ACCEPT:
                 self._beating = True
                 self._ping()
@@ -323,6 +346,8 @@ class Pump(threading.Thread):
                 self._peer = sender  # the peer, but of another version: both must be told
                 raise
             logger.warning("%s: dropped a stranger's message: %s", self.address, error)
+            return False
+        if kind is Kind.BYE:
             return False
         if kind is not Kind.ANNOUNCE:
             logger.warning("%s: dropped a stranger's message", self.address)
@@ -361,11 +386,7 @@ class Pump(threading.Thread):
         self._strangers.pop(descriptor, None)
         if descriptor != self._descriptor or not (self._bound or self._connected):
             return
-        # What it sent before it went. libzmq tells of the end first, and hands over the last
-        # messages after that.
-        self._read(None)
-        while self._socket.poll(_LAST_WORDS_MS):
-            self._read(None)
+        self._read(None)  # what it sent before it went
         raise self._lost()
 
     def _lost(self) -> PeerLost:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import msgspec
 
 #: Version of the messages between stages; raised whenever their meaning or layout changes.
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

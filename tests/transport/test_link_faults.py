@@ -27,6 +27,7 @@ from pippin.errors import (
 from pippin.transport.frames import Control, Header, Kind, encode, encode_head
 from pippin.transport.keys import derive_keys
 from pippin.transport.link import Link
+from pippin.types.stage import PROTOCOL
 
 pytestmark = pytest.mark.slow
 
@@ -350,14 +351,14 @@ def test_work_before_the_handshake_is_refused():
     link.close(0)
 
 
-@pytest.mark.parametrize("other", [0, 2, 255])
+@pytest.mark.parametrize("other", [0, PROTOCOL - 1, PROTOCOL + 1, 255])
 def test_another_link_protocol_is_told_to_both_ends(other):
     link = Link.bind("tcp://127.0.0.1:0")
     raw = RawPeer(link.address)
     raw.socket.send_multipart([b"PPN" + bytes([other]) + b"whatever", b""])
     error = shake(link, 0, 10)
     assert isinstance(error, ProtocolError)
-    assert f"the peer speaks link protocol {other}, this is 1" in str(error)
+    assert f"the peer speaks link protocol {other}, this is {PROTOCOL}" in str(error)
     assert f"link protocol {other}" in raw.receive(Kind.REFUSE).decode()
     raw.close()
 
