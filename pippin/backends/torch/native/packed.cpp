@@ -139,6 +139,15 @@ static const Fused FUSED[2][FEW + 1] = {
     },
 };
 
+static inline float total(const float* x, int64_t count) {
+    vf lanes = {};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) lanes += load(x + i);
+    float rest = sum(lanes);
+    for (; i < count; i++) rest += x[i];
+    return rest;
+}
+
 template <class T>
 static void packed_linear(const Packed& w, const T* input, int64_t rows, const T* residual, T* y) {
     static std::vector<float> wide;  // used from one thread
@@ -154,20 +163,25 @@ static void packed_linear(const Packed& w, const T* input, int64_t rows, const T
     const bool few = rows <= FEW_LIMIT && w.kind <= 8 && w.group % 2 == 0;
     if (few) {
         const int64_t groups = w.inputs / w.group;
-        x_sums.assign(rows * groups, 0.0f);
-        for (int64_t i = 0; i < rows * groups; i++)
-            for (int64_t k = 0; k < w.group; k++) x_sums[i] += x[i * w.group + k];
+        x_sums.resize(rows * groups);
+        float* sums = x_sums.data();
+        for (int64_t i = 0; i < rows * groups; i++) sums[i] = total(x + i * w.group, w.group);
     }
     parallel(strips * blocks, [&](int64_t task) {
         alignas(64) float tile[TILE * BLOCK];
         alignas(64) float acc[STRIP * BLOCK];
         const int64_t block = task % blocks, top = task / blocks * STRIP;
         const int64_t count = std::min<int64_t>(STRIP, rows - top);
-        if (few)
-            for (int64_t row = 0; row < rows; row += FEW)
-                FUSED[w.kind == 8][std::min<int64_t>(FEW, rows - row)](
-                    w, block, x + row * w.inputs, &x_sums[row * (w.inputs / w.group)],
-                    acc + row * BLOCK);
+        if (few) {
+            // Passes of nearly equal rows.
+            const int64_t passes = (rows + FEW - 1) / FEW;
+            for (int64_t row = 0, pass = 0; pass < passes; pass++) {
+                const int64_t now = (rows - row + passes - pass - 1) / (passes - pass);
+                FUSED[w.kind == 8][now](w, block, x + row * w.inputs,
+                                        &x_sums[row * (w.inputs / w.group)], acc + row * BLOCK);
+                row += now;
+            }
+        }
         else
             std::memset(acc, 0, count * BLOCK * sizeof(float));
         for (int64_t first = few ? w.inputs : 0; first < w.inputs; first += TILE) {
